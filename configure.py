@@ -337,7 +337,8 @@ def read_config(argv) -> Config:
     flagged = set()  # methods whose settings flags set
     for arg in argv:
         for name, value in read_argument(arg).items():
-            if name == "hyper" and isinstance(value, dict):
+            if name == "hyper":
+                checked(name, value, dict)
                 if arg.startswith("--"):
                     flagged |= value.keys()
                 value = merged(values.get("hyper", {}), value)
@@ -360,7 +361,7 @@ def check_flags(parse=read_config):
     open_streams()
     try:
         parse(sys.argv[1:])
-    except UserError:
+    except (UserError, OSError):
         if not {"-h", "--help"} & {*sys.argv}:
             run(parse)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -505,7 +506,7 @@ def guard(main) -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except UserError as error:
         is_alone = "step" in PROGRESS and not error.is_shared
@@ -530,6 +531,11 @@ def guard(main) -> int:
     return code
 
 
+def drop_output():
+    """Let what is printed go nowhere, as nobody reads it any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def open_streams():
     """Open /dev/null in place of each standard stream that is closed, as `>&-` leaves it.
 
@@ -537,4 +543,4 @@ def open_streams():
     """
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

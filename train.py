@@ -41,6 +41,7 @@ from run.checkpoints import (
     save_checkpoints,
     save_model,
     stop_diverged,
+    wait_for_writer,
 )
 from run.identity import student_shape
 from run.log import (
@@ -348,6 +349,7 @@ def distil(cfg) -> int:
     )
     with contextlib.ExitStack() as stack:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
+        stack.callback(wait_for_writer)  # whatever ends the run, and before the lock is released
         parallel.on_first(check_methods, cfg)  # before anything is written there
         stack.enter_context(ending.reported(cfg))
         preflight.check_config(cfg)

@@ -35,8 +35,9 @@ def files_reached(begin, skip=(), root=ROOT) -> dict[str, str]:
             if isinstance(node, ast.Import):
                 waiting += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                waiting.append(node.module)
-                waiting += [f"{node.module}.{alias.name}" for alias in node.names]
+                module = node.module or ""  # `from . import x` has none
+                waiting.append(module)
+                waiting += [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
     return dict(sorted(hashes.items()))
 
 

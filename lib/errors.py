@@ -35,12 +35,12 @@ def first_line(error: BaseException) -> str:
     return " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
 
 
-def did_you_mean(name, names, hints: dict | None = None) -> str:
+def did_you_mean(name, names, hints=()) -> str:
     """Return ", did you mean X?" with the one of `names` that is closest, or "" if none is close.
 
     hints  what people may mean by names that are close to none
     """
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
-    if hints and name in hints:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    if name in hints:
         near = [hints[name]]
     return f", did you mean {near[0]}?" if near else ""

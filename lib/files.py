@@ -113,24 +113,23 @@ def locked(folder, busy: str):
         folder.mkdir(parents=True, exist_ok=True)
         if lock_file.is_symlink() or (lock_file.exists() and lock_file.stat().st_nlink > 1):
             raise UserError(f"{lock_file}: is a link to another file; remove it")
-        file = lock_file.open("a+")
+        file = lock_file.open("a+b", 0)  # unbuffered: on a full disk, `close` has nothing to write
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise UserError(f"{busy} ({file.read().strip()})") from error
+            raise UserError(f"{busy} ({file.read().decode().strip()})") from error
         except OSError as error:  # a file system without locks
             print(
                 f"{lock_file}: no lock ({error}); start no second program in {folder} while this "
                 "one runs",
                 file=sys.stderr,
             )
-        file.truncate(0)
-        file.write(
-            f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
-        )
-        file.flush()
+        holder = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
+        with writing(lock_file):
+            file.truncate(0)
+            file.write(holder.encode())
         yield
 
 

@@ -62,7 +62,7 @@ def parsed(text, kind) -> object:
         return None
     if kind == tuple[str, ...]:
         return tuple(filter(None, text.split(",")))
-    if str in kinds or typing.get_origin(kind) is Literal:
+    if str in kinds:
         return text
     return literal(text)
 

@@ -37,12 +37,11 @@ from lib.device import gib, pick_device
 from lib.errors import UserError
 from lib.files import atomic_write, writing
 from lib.head import CappedHead, weight_of
-from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
 from run.log import say
-from run.preflight import open_data, open_teacher, uses_teacher
-from run.teacher import Teacher, check_teacher
+from run.preflight import check_config, checked_tokenizer, open_data, open_teacher, uses_teacher
+from run.teacher import Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
 
@@ -180,7 +179,11 @@ def write_head(file, head: Tensor | CappedHead):
         "checksum": torch.tensor(checksum_of(weight)),
         "cap": torch.tensor(getattr(head, "cap", 0.0)),
     }
-    atomic_write(file, safetensors.torch.save(saved))
+    try:
+        atomic_write(file, safetensors.torch.save(saved))
+    except UserError:
+        if read_head(file) is None:  # else another program has written it meanwhile
+            raise
 
 
 def read_head(file) -> Tensor | CappedHead | None:
@@ -204,9 +207,10 @@ def fill_cache(cfg):
     device = pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
     parallel.start(device, cfg.timeout_minutes)
+    check_config(cfg)
     rows = open_data(cfg, "train")
     val = open_data(cfg, "val")
-    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer_name()), cfg.seq_len)
+    checked_tokenizer(cfg, rows, val)
     open_teacher(cfg, rows, val)
     parallel.stop()
 

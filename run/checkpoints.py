@@ -6,6 +6,8 @@ OUT/exit.json            how the last start ended: its exit code, step, max_step
 OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        an entry every histogram_every_steps
 OUT/METHOD/log.jsonl     an entry every log_every_steps, and one for each validation
+OUT/METHOD/histograms.jsonl
+                         an entry every histogram_every_steps, of ALRA's local budgets
 OUT/METHOD/checkpoints/step_00001000/
                          model/ as below, state.json, and training.pt: the state dicts of `extras`
                          and of the optimizers, which torch.load reads
@@ -77,9 +79,10 @@ def resume(students, run):
     for s in students:
         if s.name in stops:
             s.stopped = stops[s.name]["why"]
-            run.step = max(run.step, stops[s.name]["step"])
             say(f"{s.name} stopped at {s.stopped}")
     live = [s for s in students if not s.stopped]
+    if not live:
+        run.step = max(stop["step"] for stop in stops.values())
     for s in live:
         if s.name in sources:
             load_checkpoint(*sources[s.name], s, run)
@@ -88,18 +91,7 @@ def resume(students, run):
             f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
         )
     say_summary(students, run)
-    if parallel.rank() == 0:
-        for s in live:
-            s.folder.mkdir(parents=True, exist_ok=True)
-            files.truncate_lines(s.folder / "log.jsonl", run.step)
-            # those of this step were recorded before its update, which comes again
-            files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
-            if cfg.tensorboard or cfg.wandb_project:
-                from run.services import services
-
-                s.services = services(s, run)
-        files.truncate_lines(out / "teacher.jsonl", run.step - 1)
-        record_start(out, run)
+    parallel.on_first(begin_logs, live, run)
     if live and is_new:
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
         finish_saving(run)
@@ -226,6 +218,22 @@ def begin_branch(name, run):
     return checkpoint, state
 
 
+def begin_logs(live, run):
+    """Remove what the logs have beyond the run's step, and record this start."""
+    out = Path(run.cfg.out_dir)
+    for s in live:
+        s.folder.mkdir(parents=True, exist_ok=True)
+        files.truncate_lines(s.folder / "log.jsonl", run.step)
+        # those of this step were recorded before its update, which comes again
+        files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
+        if run.cfg.tensorboard or run.cfg.wandb_project:
+            from run.services import services
+
+            s.services = services(s, run)
+    files.truncate_lines(out / "teacher.jsonl", run.step - 1)
+    record_start(out, run)
+
+
 def record_start(out, run):
     """Write run.json, add this start to starts.jsonl, and write code.diff if code was edited."""
     edits = uncommitted_edits()
@@ -248,7 +256,10 @@ def say_summary(students, run):
     model = students[0].model
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
     # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
-    n_bytes = len(students) * model.n_params * (12 * (cfg.keep_checkpoints + 1) + 4)
+    n_kept = cfg.keep_checkpoints + 1
+    if cfg.keep_every_steps:
+        n_kept += cfg.max_steps // cfg.keep_every_steps
+    n_bytes = len(students) * model.n_params * (12 * n_kept + 4)
     say(
         f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, compile={cfg.compile}, "
         f"micro_batch={cfg.micro_batch}"
@@ -325,7 +336,7 @@ def save_checkpoints(live, run):
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
     now = time.perf_counter()
     run.save_sec += now - began
-    run.save_at = now + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
+    run.saved_at = now
 
 
 def say_if_unsaved(run):
@@ -341,6 +352,10 @@ def finish_saving(run):
     saving = run.saving
     run.saving = None
     parallel.on_first(lambda: saving and saving.result())
+
+
+def wait_for_writer():
+    WRITER.submit(int).result()  # it has one thread, so all that was submitted earlier is written
 
 
 def write_checkpoints(copies, step, cfg):

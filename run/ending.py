@@ -67,10 +67,12 @@ def reported(cfg):
             "--shard=N, or fewer methods"
         )
         write_exit(cfg, 1, message)
+        configure.PROGRESS.setdefault("step", None)  # so that this process prints it
         raise UserError(message) from error
     except Exception as error:
         # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
-        is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+        is_gloo = type(error) is RuntimeError and "gloo" in str(error)
+        is_lost = is_gloo or isinstance(error, torch.distributed.DistError)
         # a scheduler may signal compilers and loggers too, whose failure then ends the run
         configure.PROGRESS["code"] = TRY_AGAIN if is_lost or RECEIVED else 1
         write_exit(cfg, configure.PROGRESS["code"], f"{type(error).__name__}: {first_line(error)}")

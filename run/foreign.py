@@ -75,6 +75,8 @@ def foreign_config(name) -> transformers.PretrainedConfig:
             f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
         )
     text = config.get_text_config()
+    if getattr(text, "vocab_size", None) is None:
+        raise UserError(f"{name}: {config.model_type} has no vocabulary; expected a language model")
     for key, value in vars(text).items():
         is_noise = "drop" in key or "jitter" in key
         if (text.model_type, key) == ("phimoe", "router_jitter_noise"):

@@ -68,7 +68,7 @@ def objectives_with_budget(live, run) -> dict[str, tuple]:
     students = {}
     for s in live:
         result_type = inspect.signature(s.method.fn).return_annotation
-        if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
+        if {"d_u", "tokens"} <= {*getattr(result_type, "_fields", ())}:  # such as AlraTerms
             method = method_at(s, run.step, run.cfg)
             objective = functools.partial(method.fn, **method.hyper)
             students[s.name] = (*hidden_and_head(s), objective)

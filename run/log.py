@@ -1,6 +1,5 @@
 """What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
 
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from configure import drop_output
 from lib import files, metrics, parallel
 from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
@@ -27,7 +27,7 @@ def say(text):
     except OSError:
         # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
         # checkpoint is written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
 
 
 def progress_bar(run) -> tqdm:
@@ -59,7 +59,7 @@ def log_terms(live, teacher, rate: float, run):
     n_rows = (run.step - run.logged_step) * cfg.batch_rows
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
-    if teacher and not teacher.is_stored:
+    if teacher and not teacher.is_stored and teacher.device == device:
         flops += model_flops(teacher.model.config, cfg.seq_len, trained=False)
     utilisation = mfu(tok_per_sec * flops, device, parallel.world())
     machine = {

@@ -69,10 +69,9 @@ class Student:
     def checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
         complete = {}
-        for path in self.folder.glob("checkpoints/step_*"):
-            name = re.fullmatch(r"step_(\d{8,})", path.name)
-            if name and path.is_dir():
-                complete[int(name[1])] = path
+        for path in self.folder.glob("checkpoints/step_*/"):
+            if re.fullmatch(r"step_\d{8,}", path.name):
+                complete[int(path.name[5:])] = path
         return dict(sorted(complete.items()))
 
 
@@ -90,7 +89,7 @@ class Run:
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
     save_sec: float = 0.0  # since then, for checkpoints
-    save_at: float = math.inf  # `time.perf_counter()` of the next checkpoint by time
+    saved_at: float = 0.0  # `time.perf_counter()` of the last checkpoints
     saving: Future | None = None  # the checkpoints that process 0 is writing
     save: bool = False  # whether checkpoints are due after this update
     stop: bool = False  # whether some process has received a signal
@@ -101,7 +100,7 @@ class Run:
         self.logged_step = self.step
         self.logged_at = now
         self.began = now
-        self.save_at = now + 60 * (self.cfg.checkpoint_every_minutes or math.inf)
+        self.saved_at = now
 
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
@@ -114,7 +113,8 @@ class Run:
         """
         self.step += 1
         configure.PROGRESS["step"] = self.step
-        is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
+        seconds = 60 * (self.cfg.checkpoint_every_minutes or math.inf)
+        is_late = parallel.rank() == 0 and time.perf_counter() - self.saved_at > seconds
         n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lib.errors import UserError
-from lib.files import read_json
+from lib.files import read_json, reading
 from lib.hf import find_folder, load_tokenizer
 from model import (
     Qwen2,
@@ -89,7 +89,8 @@ def draw_model(shape, seed: int):
     from run.foreign import Foreign
 
     torch.manual_seed(seed)
-    return Foreign("student", shape.build())
+    with reading("student", "choose another shape"):
+        return Foreign("student", shape.build())
 
 
 def load_shape(name):

@@ -34,10 +34,9 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
         parallel.sum_in_place(by_row.values())  # on each process, 0 for the others' rows
         totals = {key: value.sum(0).cpu().numpy() for key, value in by_row.items()}
         figures = metrics.figures(totals)
-        validated[s.name] = {}
-        for name, key in VALIDATION_FIGURES.items():
-            if key in figures:
-                validated[s.name][name] = float(figures[key])
+        validated[s.name] = {
+            name: float(figures[key]) for name, key in VALIDATION_FIGURES.items() if key in figures
+        }
     return validated
 
 

@@ -216,7 +216,7 @@ def fill_as(rank, port, argvs):
 @pytest.mark.slow
 def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
     keys = {"methods": "alra", "max_steps": 25, "schedule_steps": 25, "micro_batch": 1}
-    keys["teacher_cache"] = True
+    keys |= {"teacher_cache": True, "repeat_rows": True}
     worlds = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)]
     argvs = [flags(folder, "unused", shard=n, **keys) for n, folder in enumerate(worlds, 1)]
     port = free_port()

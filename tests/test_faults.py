@@ -29,6 +29,7 @@ import prepare
 import train
 from lib import files
 from lib.device import repair_compile_cache
+from lib.errors import UserError
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
 from run.identity import file_hash
@@ -117,6 +118,7 @@ nowhere.py => nowhere.py: no such config file
 --alra.pair=prau => alra.pair='prau': expected 'swpra' or
 --alra.d_max=259 => alra: d_min=3, d_max=259: expected 2 <= d_min <= d_max < V
 --hyper=3 => hyper
+--hyper=3 --alra.tau=1 => hyper=3: expected dict
 --device=gpu => device=gpu: expected cpu
 --device=cuda => device=cuda: expected cpu, or cuda
 --seq_len=12 => seq_len=12: data has rows for seq_len=16
@@ -174,6 +176,7 @@ tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 tools/plot.py run --out=cfg.py => cfg.py.*File exists
 run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
+run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
 {PREPARE} --source=cfg.py => cfg.py
@@ -212,6 +215,8 @@ data: val.bin has the rows of train
 {NEW} => sed -i 's/"eos_id": 0/"eos_id": 3/' data/*.json => \
 data: eos_id=3, the tokenizer has 0; prepare it again
 {NEW} => sed -i 's/\(tokenizer_sha256": "\)./\1x/' data/*.json => \
+tokenizer teacher: not the one that data was prepared with
+run/cache.py cfg.py => sed -i 's/\(tokenizer_sha256": "\)./\1x/' data/*.json => \
 tokenizer teacher: not the one that data was prepared with
 {NEW} => fill train 259 => data/train.bin: an id beyond the vocabulary of 259
 {NEW} => echo {{ > teacher/config.json => teacher.*: cannot be used
@@ -535,6 +540,19 @@ def test_a_file_system_without_locks_is_told_and_used(folder, monkeypatch, capsy
     assert run(HALF) == 0 and end_of("half") == end_of("run")
     lines = capsys.readouterr().err.count("half/.alra-lock: no lock ([Errno 38] Function not impl")
     assert lines == 1
+
+
+def test_a_lock_for_which_there_is_no_space_is_one_line(tmp_path):
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, whole[1]))
+    try:
+        with (
+            pytest.raises(UserError, match="alra-lock: cannot be written"),
+            files.locked(tmp_path, "busy"),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
 
 
 # a log; a tokenizer, weights, moments; stored hidden states

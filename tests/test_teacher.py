@@ -395,9 +395,14 @@ def test_models_that_are_not_hidden_states_and_a_head_are_refused(make, tmp_path
     folder = make("llama4_text", {"intermediate_size_mlp": 36, "num_local_experts": 2})
     with refusal(NOT_A_PRODUCT):
         load(folder)
-    transformers.T5Config().save_pretrained(tmp_path)
-    with refusal("t5 is an encoder-decoder"):
-        load(str(tmp_path))
+    others = {
+        "t5 is an encoder-decoder": transformers.T5Config,
+        "vit has no vocabulary": transformers.ViTConfig,
+    }
+    for message, kind in others.items():
+        kind().save_pretrained(tmp_path)
+        with refusal(message):
+            load(str(tmp_path))
     folder = make(*FOREIGN["olmo 2"])
     transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
     with refusal(r"missing tensor lm_head\.weight"):

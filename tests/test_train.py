@@ -689,6 +689,37 @@ def test_a_stopped_student_without_a_checkpoint_of_trained_weights_is_to_begin_a
     assert re.search(f"stopped at step 1: 1 .* alone; to try again, {command}", printed())
 
 
+def test_a_new_student_beside_one_that_stopped_begins_at_step_0(finished, tmp_path, run):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    files.write_json(out / "vanilla_kd/stopped.json", {"why": "by hand", "step": 3})
+    for name in ("pretrain", "alra"):
+        shutil.rmtree(out / name)
+    run(out, code=1)
+    for name in ("pretrain", "alra"):
+        assert_same(out, finished, name)
+
+
+def test_a_checkpoint_that_is_being_written_is_completed_before_an_error_ends_the_run(
+    tmp_path, monkeypatch, hook_update, run
+):
+    write = checkpoints.write_checkpoints
+
+    def write_late(*args):
+        time.sleep(0.5)
+        write(*args)
+
+    def fail(students, step, cfg):
+        if step == 2:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(checkpoints, "write_checkpoints", write_late)
+    hook_update(before=fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        run(tmp_path, "--methods=pretrain")
+    assert steps_of(tmp_path / "pretrain") == [0, 2]
+
+
 FULL = "No space left on device"
 
 

@@ -59,7 +59,7 @@ from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.settings import Positive, checked
 from lib.stats import half_interval
 from lib.tokens import (
-    check_no_bos,
+    check_bos,
     check_tokenizer,
     encode_texts,
     leading_bos,
@@ -155,10 +155,18 @@ def write_rows(cfg, source, tokenizer, state):
         shorten(folder, state, split)  # removes the rows that a kill left after the last commit
     if "source" in state:
         source.load_state_dict(state["source"])
+    warns = True
     n_ended = 0  # parts of a mixture that have no more documents
     with tqdm(total=max_rows, unit="row") as bar:
         for documents, position in read_ahead(read_batches(source, n_left)):
             ids = encode(backend, documents, state, cfg.max_bad_records)
+            if warns and any(tokenizer.eos_token in document["text"] for document in documents):
+                warns = False
+                print(
+                    f"warning: a document spells {tokenizer.eos_token!r}, which stays text; if "
+                    "it separates documents, write a file with a record for each",
+                    file=sys.stderr,
+                )
             for split in writers:
                 add_ids(folder, state, split, table, ids[split])
             n_rows = writers["train"]["rows"]  # of which the last `val_rows` are held out below
@@ -244,6 +252,11 @@ def open_part(cfg, name, share=1.0, revision=None, **own):
 
     cfg = dataclasses.replace(cfg, **{f"source_{key}": value for key, value in own.items()})
     if is_local(name):
+        if revision or cfg.source_config or cfg.source_split != configure.Config.source_split:
+            raise UserError(
+                f"source={name}: split, configuration and revision are for the hub; name the files "
+                f"to read, as in {name}/train-*.parquet"
+            )
         with reading(f"source={name}", "check the name and the permissions"):
             files = list_files(name)
             content = [quick_hash(Path(file)) for file in files]
@@ -306,12 +319,11 @@ def open_tokenizer(cfg):
             file=sys.stderr,
         )
     folder = find_folder(name)
-    check_tokenizer(tokenizer, folder / "tokenizer.json")
+    check_tokenizer(tokenizer, folder)
     bos = None
     if cfg.bos == "auto":
         bos = leading_bos(tokenizer)
-        if bos is None:
-            check_no_bos(folder / "tokenizer_config.json")
+        check_bos(bos, folder)
     return tokenizer, pinned(name), bos
 
 

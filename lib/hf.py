@@ -28,6 +28,8 @@ HUB_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
     "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
 )
 
 
@@ -96,7 +98,10 @@ def load_tokenizer(name) -> PreTrainedTokenizerFast:
     with reading(file, "download the folder again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no eos_token, which must end every document")
+        raise UserError(
+            f"{name}: the tokenizer has no eos_token, which must end every document; "
+            "in a local copy, add it to tokenizer_config.json"
+        )
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -113,6 +118,13 @@ def save_tokenizer(folder, tokenizer):
         if isinstance(token, str):  # not a list of further ones, whose key is another in each
             facts[key] = token
     write_json(Path(folder) / "tokenizer_config.json", facts)
+
+
+def special_ids(tokenizer) -> dict[str, int]:
+    """Return the ids of the tokenizer's BOS and EOS, by the keys of config.json."""
+    eos = tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    return {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -180,9 +192,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         }
         if tokenizer is not None:
             save_tokenizer(new, tokenizer)
-            eos = tokenizer.eos_token_id
-            bos = tokenizer.bos_token_id
-            facts |= {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
+            facts |= special_ids(tokenizer)
         facts |= {key: value for key, value in shape.items() if value is not None}
         if kind != "qwen2":
             facts["attention_bias"] = bias

@@ -73,28 +73,46 @@ def leading_bos(tokenizer) -> int | None:
     )
 
 
-def check_tokenizer(tokenizer, file):
-    """Raise `UserError` for a tokenizer that lacks its EOS.
+def check_tokenizer(tokenizer, folder):
+    """Raise `UserError` for a tokenizer that lacks its EOS, or gives an added token another id.
 
-    file   its tokenizer.json
+    folder  of its tokenizer.json and tokenizer_config.json
     """
+    file = folder / "tokenizer.json"
     # transformers adds an eos_token that the file lacks, with an id that no model knows
     stored = tokenizers.Tokenizer.from_file(str(file))
     eos = tokenizer.eos_token
     if stored.token_to_id(eos) is None:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+    # the library numbers added tokens in their order, whatever the files say
+    added = {token["content"]: token["id"] for token in read_json(file)["added_tokens"]}
+    for i, token in read_config(folder).get("added_tokens_decoder", {}).items():
+        added[token["content"]] = int(i)
+    for token, i in added.items():
+        got = tokenizer.convert_tokens_to_ids(token)
+        if got != i:
+            raise UserError(
+                f"{folder}: its files give {token!r} the id {i}, but it is loaded with {got}; "
+                "correct the ids of the added tokens"
+            )
 
 
-def check_no_bos(file):
-    """Raise `UserError` if a tokenizer_config.json asks for a BOS that tokenizer.json lacks.
+def check_bos(bos: int | None, folder):
+    """Raise `UserError` unless tokenizer_config.json agrees that texts begin with a BOS, or not.
 
-    transformers 4 added it all the same, transformers 5 does not.
+    Which of the two files transformers follows depends on its version and the tokenizer's class.
     """
-    if file.is_file() and read_json(file).get("add_bos_token"):
+    adds = read_config(folder).get("add_bos_token")
+    if adds not in (None, bos is not None):
         raise UserError(
-            f"{file}: add_bos_token is true, but tokenizer.json adds no BOS; correct either, or "
-            "set bos=none"
+            f"{folder}: add_bos_token is {adds} in tokenizer_config.json, but tokenizer.json adds "
+            f"{'no' if bos is None else 'a'} BOS; correct either, or set bos=none"
         )
+
+
+def read_config(folder) -> dict:
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:

@@ -24,7 +24,7 @@ from lib import parallel
 from lib.errors import UserError
 from lib.files import atomic_folder, reading
 from lib.head import CappedHead, soft_cap
-from lib.hf import all_finite, check_weights, find_folder, save_tokenizer
+from lib.hf import all_finite, check_weights, find_folder, save_tokenizer, special_ids
 from model import config_file
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
@@ -77,6 +77,7 @@ def foreign_config(name) -> transformers.PretrainedConfig:
     text = config.get_text_config()
     if getattr(text, "vocab_size", None) is None:
         raise UserError(f"{name}: {config.model_type} has no vocabulary; expected a language model")
+    text.pad_token_id = None  # else a student would never train that token's embedding
     for key, value in vars(text).items():
         is_noise = "drop" in key or "jitter" in key
         if (text.model_type, key) == ("phimoe", "router_jitter_noise"):
@@ -91,7 +92,8 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     values = config.to_diff_dict()
     for key in ("architectures", "dtype", "transformers_version", "use_cache"):
         values.pop(key, None)
-    values.get("text_config", values).pop("vocab_size", None)
+    for key in ("vocab_size", "bos_token_id", "eos_token_id"):
+        values.get("text_config", values).pop(key, None)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     contexts = [getattr(text, key, None) for key in CONTEXTS]
@@ -145,7 +147,8 @@ class Foreign(nn.Module):
         head = self.lm.get_output_embeddings()
         dtype = dtype or head.weight.dtype
         if recompute:
-            self.lm.activation_checkpointing_enable()
+            with reading("recompute=True", "choose another student, or a smaller micro_batch"):
+                self.lm.activation_checkpointing_enable()
         with torch.autocast(idx.device.type, dtype, enabled=dtype != head.weight.dtype):
             h = self.lm.base_model(idx, use_cache=False)[0]
         h = h.to(dtype) * self.scale  # Mamba's are in fp32, whatever its head
@@ -198,6 +201,10 @@ class Foreign(nn.Module):
         dtype = next(iter(tensors.values())).dtype
         with torch.device("meta"):  # training may go on with this model in another thread
             model = self.config.build(dtype)
+        if tokenizer is not None:
+            for config in (model.config.get_text_config(), model.generation_config):
+                for key, token in special_ids(tokenizer).items():
+                    setattr(config, key, token)
         with atomic_folder(Path(folder)) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             if tokenizer is not None:
@@ -221,6 +228,7 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # else the error has many lines, and no name
         )
     # transformers ignores tensors for which it has no place
     more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
@@ -228,6 +236,8 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
         raise UserError(
             f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
         )
+    for key, found, expected in info["mismatched_keys"]:
+        raise UserError(f"{name}: {key} is {tuple(found)}, expected {tuple(expected)}")
     missing = info["missing_keys"]  # transformers would draw them
     if missing:
         raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")

@@ -68,8 +68,9 @@ def made_by(cfg, name) -> dict:
     val = read_manifest(cfg.data_dir, "val")
     shape = student_shape(cfg)
     code = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
-    if not isinstance(shape, Qwen2Config):  # transformers computes it
-        code["transformers"] = version("transformers")
+    teachers = [cfg.teacher] if method.has_teacher else []
+    if not all(isinstance(x, Qwen2Config) for x in (shape, *map(load_shape, teachers))):
+        code["transformers"] = version("transformers")  # which computes one of them
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {

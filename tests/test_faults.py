@@ -260,7 +260,6 @@ teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 {NEW} --teacher=other --tokenizer=teacher => {OTHER}/config.json vocab_size=259 then \
 rm other/tokenizer.json; echo '{{"a": 66}}' > other/vocab.json => \
 teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
-{PREPARE} => set teacher/tokenizer_config.json add_bos_token=true => adds no BOS; .*set bos=none
 {EVAL} --teacher other => {PERMUTED} => teacher=other: its tokenizer gives 'a'
 {EVAL} --teacher other => {SHORT} => seq_len=16: teacher=other supports 8 positions
 {BRANCH[:-1]}4 => mv {STEP} {STEP[:-1]}4 => its name is not that of step 3

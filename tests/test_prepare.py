@@ -40,7 +40,7 @@ from lib.rows import PAD
 from lib.tokens import encode_texts, leading_bos
 from run.identity import content_hash
 from tests.naive import SHORT_FORMS, naive_rows
-from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer, read_table, refusal
+from tests.world import EOS, ROOT, SHARED, edit, kill_when, make_tokenizer, read_table, refusal
 
 FRAGMENTS = r"""
 Mr. Smith|Dr. No. 7|e.g. this|i.e. that|etc. and|U.S. law|J. R. R. Tolkien|Ph.D. thesis|vs. them
@@ -235,6 +235,15 @@ def with_template(single):
     template = tokenizers.processors.TemplateProcessing
     tokenizer.backend_tokenizer.post_processor = template(single=single, special_tokens=ids)
     return tokenizer
+
+
+@pytest.mark.parametrize(("single", "flag"), [("$A", True), ("<s> $A", False)])
+def test_a_bos_on_which_the_tokenizers_files_disagree_is_refused(single, flag, small, tmp_path):
+    with_template(single).save_pretrained(tmp_path / "t")
+    edit(tmp_path / "t/tokenizer_config.json", f"add_bos_token={json.dumps(flag)}")
+    with refusal(f"add_bos_token is {flag} in .* set bos=none"):
+        small.prepare(tmp_path / "a", f"--tokenizer={tmp_path}/t")
+    small.prepare(tmp_path / "a", f"--tokenizer={tmp_path}/t --bos=none")
 
 
 @pytest.mark.parametrize("single", ["<s> <s> $A", "< $A"])
@@ -774,6 +783,30 @@ def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tree, capsys):
     assert documents(tree / "t/.ipynb_checkpoints")[0] == ["copy"]  # if it is what was asked for
 
 
+def test_splits_of_a_local_dataset_are_never_mixed(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}-00000-of-00001.txt").write_text(split)
+    with refusal("has files of train, valid; name those of one"):
+        documents(tmp_path)
+    assert documents(tmp_path / "train*")[0] == ["train"]
+    hub_keys = (
+        {"source_split": "validation"},
+        {"source_config": "en"},
+        {"source": [{"split": "x"}]},
+    )
+    for keys in hub_keys:
+        name = f"{tmp_path}/train*"
+        part = keys.pop("source", [{}])[0] | {"name": name}
+        with refusal("split, configuration and revision are for the hub; name the files"):
+            prepare.open_source(Config(source=[part], **keys))
+
+
+def test_an_eos_that_texts_spell_is_told_once(small, tmp_path, capsys):
+    source = write_texts(tmp_path / "t.jsonl", [f"a{EOS}b{EOS}", f"c{EOS}"] * 50)
+    small.prepare(tmp_path / "a", f"--source={source}")
+    assert capsys.readouterr().err.count(f"a document spells {EOS!r}, which stays text") == 1
+
+
 def test_a_copy_is_held_out_with_its_text(small, tmp_path):
     for i in range(40):
         for name in ("a", "b"):
@@ -832,8 +865,15 @@ def adds(facts):
 def strips(facts):
     """Add a token that takes the blanks after it along."""
     keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    token = {"id": 420, "content": "cat", **dict.fromkeys(keys, False), "rstrip": True}
+    i = facts["model"]["vocab"]["cat"]
+    token = {"id": i, "content": "cat", **dict.fromkeys(keys, False), "rstrip": True}
     facts["added_tokens"].append(token)
+
+
+def renumbers(facts):
+    """Add a token whose id is not the next one."""
+    keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    facts["added_tokens"].append({"id": 425, "content": "<think>", **dict.fromkeys(keys, False)})
 
 
 ASCII = "ĠĊĉč" + "".join(map(chr, range(33, 127)))
@@ -842,6 +882,7 @@ LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_tok
     "loses '文.*ü": (only(ASCII), EOS),
     "loses '文.*ü.*' of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS),
     "lacks its eos_token '</s>'": (len, "</s>"),
+    "give '<think>' the id 425, but it is loaded with 420": (renumbers, EOS),
     "document 0: .*t.jsonl, record 1: .*adds 'x' to": (adds, EOS),
     "a text contains its eos_token": (len, "a"),
     "a text contains its eos": (len, "Ġthe"),
@@ -851,12 +892,12 @@ LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_tok
 def edited(small, folder, change, eos=EOS):
     """A copy of the tokenizer with another tokenizer.json and eos_token."""
     shutil.copytree(small.tokenizer, folder)
-    for name, edit in (
+    for name, act in (
         ("tokenizer.json", change),
         ("tokenizer_config.json", lambda facts: facts.update(eos_token=eos)),
     ):
         facts = read_json(folder / name)
-        edit(facts)
+        act(facts)
         write_json(folder / name, facts)
     return folder
 

@@ -263,7 +263,9 @@ def test_students_of_other_families_learn_resume_and_are_saved(
         assert opened.run["made_by"]["code"]["transformers"] == transformers.__version__
         model = opened.load(torch.float32, torch.device("cpu"))
         check_close(logits(model), transformers_logits(opened.folder))
-        assert AutoModelForCausalLM.from_pretrained(opened.folder, dtype="auto").dtype == dtype
+        saved = AutoModelForCausalLM.from_pretrained(opened.folder, dtype="auto")
+        assert saved.dtype == dtype and saved.generation_config.eos_token_id == 0
+        assert saved.get_input_embeddings().padding_idx is None  # that token is trained like others
     monkeypatch.chdir(tmp_path)
     printed()
     ev.main([f"{tmp_path}/whole", folder, "--tasks=none"])

@@ -27,7 +27,7 @@ import configure
 from lib.errors import UserError
 from lib.tasks import (
     NO_STORYCLOZE,
-    TASKS,
+    SUITES,
     Items,
     choose_tasks,
     find_storycloze,
@@ -181,6 +181,10 @@ class Scorer(TemplateLM):
     bos  the id before each context, as before each document in training, or None
     """
 
+    # none of the nine tasks asks for these
+    eot_token_id = generate_until = loglikelihood_rolling = None
+    prefix_token_id = None  # the token that replaces an empty context
+
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
         self.model = model
@@ -189,15 +193,7 @@ class Scorer(TemplateLM):
         self.max_length = max_length
         self.batch_tokens = batch_tokens
         self.bos = bos
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token that replaces an empty context."""
-        return self.eot_token_id if self.bos is None else self.bos
+        self.prefix_token_id = tokenizer.eos_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
         """Return the ids of a text, with the BOS first if there is one."""
@@ -264,8 +260,6 @@ class Scorer(TemplateLM):
                 bar.update(len(batch))
                 first += len(batch)
 
-    generate_until = loglikelihood_rolling = None  # none of the nine tasks asks for them
-
 
 def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list[dict]]:
     """Return the scores of a task, and its items with their scores if `--log_samples`.
@@ -299,7 +293,7 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
     scores = values | {
         "n": len(test_set),
         "n_rows": len(items.rows),
-        "n_paper": getattr(TASKS[name], args.split)[1],
+        "n_paper": SUITES[args.split][name].n_paper,
         "source": items.source,
         "data_sha256": items.sha256,
         "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
@@ -372,14 +366,19 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows
         if not args.rows:
             check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.run)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
-            problem = f"rows of another tokenizer than that of {c.name}"
-            raise UserError(f"{data_dir}: {problem}; prepare some with that one")
+            raise UserError(
+                f"{data_dir}: rows of another tokenizer than that of {c.name}; prepare some with "
+                "that one"
+            )
         if c.run and bos != c.bos:
-            problem = f"{c.name} was trained on rows with bos={c.bos}"
-            raise UserError(f"{data_dir}: rows with bos={bos}, but {problem}")
+            raise UserError(
+                f"{data_dir}: rows with bos={bos}, but {c.name} was trained on rows with "
+                f"bos={c.bos}"
+            )
         if seq_len > c.context:
-            problem = f"rows of {seq_len} inputs, {c.name} takes {c.context} at most"
-            raise UserError(f"{data_dir}: {problem}")
+            raise UserError(
+                f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {c.context} at most"
+            )
     return rows
 
 
@@ -421,7 +420,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
                 "diverged"
             )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
-        for key in ("ce", *metrics.TEACHER_KEYS):
+        for key in metrics.MEANS:
             if key in sums:
                 figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
         figures = for_json(figures)

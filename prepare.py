@@ -252,10 +252,10 @@ def open_part(cfg, name, share=1.0, revision=None, **own):
 
     cfg = dataclasses.replace(cfg, **{f"source_{key}": value for key, value in own.items()})
     if is_local(name):
-        if revision or cfg.source_config or cfg.source_split != configure.Config.source_split:
+        if own.keys() & {"config", "split"} or cfg.source_split != "train" or revision:
             raise UserError(
-                f"source={name}: split, configuration and revision are for the hub; name the files "
-                f"to read, as in {name}/train-*.parquet"
+                f"source={name}: split, config and revision are for the hub; name the files to "
+                f"read, as in {name}/train-*.parquet"
             )
         with reading(f"source={name}", "check the name and the permissions"):
             files = list_files(name)

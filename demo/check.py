@@ -23,7 +23,11 @@ MARGIN = 0.1  # another machine may round differently
 
 def main(argv):
     for method, (low, high) in SEEN.items():
-        ce = newest_figures(Path(argv[0], method))["values"]["ce"]
+        figures = newest_figures(Path(argv[0], method))
+        if not figures:
+            print(f"{method}: no CE yet; first: python eval.py {argv[0]} --tasks none")
+            continue
+        ce = figures["values"]["ce"]
         is_near = low - MARGIN <= ce <= high + MARGIN
         verdict = "as expected" if is_near else "NOT as expected; please open an issue"
         print(f"{method}: CE {ce:.2f}, {verdict} (seen: {low:.2f} to {high:.2f})")

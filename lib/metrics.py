@@ -28,7 +28,7 @@ REFERENCES = {
     "unigram_ce": "unigram over all held-out rows",
     "teacher_ce": "teacher",
 }
-TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # these need a teacher
+MEANS = ("ce", "kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # all but ce need a teacher
 
 # (function: inputs [B, T] -> last hidden states [B, T, D], head [V, D])
 Model = tuple[Callable[[Tensor], Tensor], Tensor | CappedHead]
@@ -47,12 +47,9 @@ def figures(sums):
                    is the label
     """
     n = sums["n"]
-    values = {"ce": sums["ce"] / n}
+    values = {key: sums[key] / n for key in MEANS if key in sums}
     if "text_ce" in sums:
         values["bits_per_byte"] = sums["text_ce"] / sums["text_bytes"] / math.log(2)
-    if "kl" in sums:
-        for key in TEACHER_KEYS:
-            values[key] = sums[key] / n
     values["ece"] = np.abs(sums["gap"]).sum(-1) / n
     return values
 
@@ -86,22 +83,13 @@ def sums_by_part(
     """
     device = students[0][1].device
     n_vocab = len(students[0][1])
-    keys = ["n", "ce", "right"]
-    if n_bytes is not None:
-        keys.extend(("text_ce", "text_bytes"))
-    if head_t is not None:
-        keys.extend(TEACHER_KEYS)
-    zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-    sums = []
-    for _ in students:
-        sums.append({key: zeros(n_parts) for key in keys} | {"gap": zeros(n_parts, BINS)})
+    sums = [{} for _ in students]
     step = max(MIN_POSITIONS, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
     for part_of, x, y, h_t in batches:
         labelled = (y != IGNORE).flatten().nonzero()[:, 0]  # indices; a GPU synchronises here
         states = [(hidden(x).flatten(0, 1), head) for hidden, head in students]  # [B * T, D]
-        for lo in range(0, len(labelled), step):
-            positions = labelled[lo : lo + step]  # [N]
+        for positions in labelled.split(step):  # [N]; one without any if there are none
             part = part_of.flatten()[positions]  # [N]
             label = y.flatten()[positions]  # [N]
             teacher = None
@@ -110,7 +98,10 @@ def sums_by_part(
                 teacher = _predict(z_t, label)
             for (h, head), into in zip(states, sums, strict=True):
                 student = _predict(logits_of(h[positions], head, cast), label)
-                _add_figures(into, part, student, label, teacher, n_bytes)
+                for key, values in _summands(student, label, teacher, n_bytes).items():
+                    if key not in into:
+                        into[key] = h.new_zeros(n_parts, *values.shape[1:], dtype=torch.float64)
+                    into[key].index_add_(0, part, values.double())
     return sums
 
 
@@ -138,10 +129,9 @@ def pick(logp: Tensor, y: Tensor) -> Tensor:
     return logp.gather(1, y[:, None])[:, 0]
 
 
-def _add_figures(sums, part, student, y, teacher, n_bytes):
-    """Add a student's figures at N positions to the sums of `sums_by_part`.
+def _summands(student, y, teacher, n_bytes) -> dict[str, Tensor]:
+    """Return the summands of `figures` of a student at N positions: [N], `gap` [N, BINS].
 
-    part              [N] the part of each position
     student, teacher  `_Prediction` of each; the teacher's may be None
     y                 [N] labels
     n_bytes           [V] bytes of text that each token stands for, or None
@@ -149,7 +139,11 @@ def _add_figures(sums, part, student, y, teacher, n_bytes):
     logp, ce, top = student
     best = top[:, 0]
     is_right = best == y
-    values = {"n": torch.ones_like(ce), "ce": ce, "right": is_right}
+    p_best = pick(logp, best).exp()
+    bin_of = (p_best * BINS).ceil() - 1  # bin i holds p in (i / BINS, (i + 1) / BINS]
+    in_bin = bin_of[:, None] == torch.arange(BINS, device=y.device)  # [N, BINS]
+    gap = (p_best - is_right.float())[:, None] * in_bin  # a NaN is one in all bins
+    values = {"n": torch.ones_like(ce), "ce": ce, "right": is_right, "gap": gap}
     if n_bytes is not None:
         text_bytes = n_bytes[y]
         values["text_ce"] = ce * (text_bytes > 0)
@@ -162,11 +156,4 @@ def _add_figures(sums, part, student, y, teacher, n_bytes):
         values["top5"] = same.sum((1, 2)) / top.shape[1]
         values["teacher_ce"] = teacher.ce
         values["teacher_entropy"] = -(p_t * teacher.logp).sum(-1)
-    for key, value in values.items():
-        sums[key].index_add_(0, part, value.double())
-    p_best = pick(logp, best).exp()
-    gap = p_best - is_right.float()
-    # Bin i holds p in (i / BINS, (i + 1) / BINS]. A NaN, which is no index, goes into the first.
-    bin_of = (p_best * BINS).ceil() - 1
-    bin_of = torch.where(p_best.isfinite(), bin_of, 0.0).long()
-    sums["gap"].view(-1).index_add_(0, part * BINS + bin_of, gap.double())
+    return values

@@ -18,64 +18,57 @@ from lib.files import reading
 
 
 class Task(NamedTuple):
-    """One benchmark: its place in the paper, and what lm-eval's task file reads."""
+    """One benchmark."""
 
     column: str  # the paper's heading
     file: str  # among lm-eval's task files
-    heldout: tuple[str, int]  # split, and the number of items in the paper
-    validation: tuple[str, int] | None = None
+    fields: list[str]  # what that file reads of an item
 
 
-_TEXT = """\
-arc_challenge    ARC-C  arc/arc_challenge.yaml           test        1172
-arc_easy         ARC-E  arc/arc_easy.yaml                test        2376  validation    570
-hellaswag        HS     hellaswag/hellaswag.yaml         validation 10042  train       39905
-lambada_openai   LAMB   lambada/lambada_openai.yaml      test        5153
-openbookqa       OBQA   openbookqa/openbookqa.yaml       test         500
-piqa             PIQA   piqa/piqa.yaml                   validation  1838  train       16113
-social_iqa       SIQA   siqa/siqa.yaml                   validation  1954
-storycloze_2016  SC16   storycloze/storycloze_2016.yaml  test        1000
-winogrande       WG     winogrande/default.yaml          validation  1267
+class ItemSet(NamedTuple):
+    """The items of a task that a suite scores."""
+
+    split: str
+    n_paper: int  # number of items in the paper
+    sha256: str  # of the fields over all items, as published; "-" if it is not known
+
+
+_TASKS = """\
+arc_challenge   ARC-C arc/arc_challenge.yaml          question choices answerKey
+arc_easy        ARC-E arc/arc_easy.yaml               question choices answerKey
+hellaswag       HS    hellaswag/hellaswag.yaml        activity_label ctx_a ctx_b endings label
+lambada_openai  LAMB  lambada/lambada_openai.yaml     text
+openbookqa      OBQA  openbookqa/openbookqa.yaml      question_stem choices answerKey
+piqa            PIQA  piqa/piqa.yaml                  goal sol1 sol2 label
+social_iqa      SIQA  siqa/siqa.yaml                  context question answerA answerB answerC label
+storycloze_2016 SC16  storycloze/storycloze_2016.yaml input_sentence_1 input_sentence_2 \
+input_sentence_3 input_sentence_4 sentence_quiz1 sentence_quiz2 answer_right_ending
+winogrande      WG    winogrande/default.yaml         sentence option1 option2 answer
+"""
+# Suite, task, split, number of items, hash.
+_SETS = """\
+heldout arc_challenge test 1172 25e574fa4260a367f0c898df5cadb2f716e00123dc23db43d920a950158f0fee
+heldout arc_easy test 2376 e4f2fe1b706c7ccfd149f04f726e31d69af9680fc2c71856d1093f699ac93302
+heldout hellaswag validation 10042 d3d6f7c8373c4dbef64b41e84e4df792a39bef4049542e4c62b8144a80d36f2a
+heldout lambada_openai test 5153 61497177db7e60ae11f3c7b3eb473c24d36cfc6f296b2b5768b2bc8ab9cbb2cb
+heldout openbookqa test 500 578196ff63a449c610c95317ae0718e3a37f8a8d8e109741008528b742cb5148
+heldout piqa validation 1838 d82bc2d775ca19c38e52881aba14c9457d415a68063457d410029b983cbc7b89
+heldout social_iqa validation 1954 a57e04b3193fb2e130dc6bde08370c11e801c5fe79ab7b66aa7599c7f0096876
+heldout storycloze_2016 test 1000 -
+heldout winogrande validation 1267 dae51b8724e82f870c6ce629fb23dc621f9d9b8035fe2d17cc67cee88ff630a3
+validation arc_easy validation 570 803212e5381cf076f2420fa29799f9015ec64aa6c20860b8477b505264078bc7
+validation hellaswag train 39905 -
+validation piqa train 16113 03243e1387761b6888a8faf79874e7a7117247bd78f5c355c053d24e722ffeac
 """
 TASKS = {}
-for _line in _TEXT.splitlines():
-    _name, _column, _file, *_sets = _line.split()
-    _sets = [(split, int(n)) for split, n in zip(_sets[::2], _sets[1::2], strict=True)]
-    TASKS[_name] = Task(_column, _file, *_sets)
-
-# What lm-eval's task files read of an item.
-FIELDS = {
-    "arc_challenge": "question choices answerKey",
-    "arc_easy": "question choices answerKey",
-    "hellaswag": "activity_label ctx_a ctx_b endings label",
-    "lambada_openai": "text",
-    "openbookqa": "question_stem choices answerKey",
-    "piqa": "goal sol1 sol2 label",
-    "social_iqa": "context question answerA answerB answerC label",
-    "storycloze_2016": "input_sentence_1 input_sentence_2 input_sentence_3 input_sentence_4 "
-    "sentence_quiz1 sentence_quiz2 answer_right_ending",
-    "winogrande": "sentence option1 option2 answer",
-}
-
-# sha256 of these fields over all items of a set, as published. Two are not known.
-PUBLISHED = {
-    "arc_challenge/heldout": "25e574fa4260a367f0c898df5cadb2f716e00123dc23db43d920a950158f0fee",
-    "arc_easy/heldout": "e4f2fe1b706c7ccfd149f04f726e31d69af9680fc2c71856d1093f699ac93302",
-    "arc_easy/validation": "803212e5381cf076f2420fa29799f9015ec64aa6c20860b8477b505264078bc7",
-    "hellaswag/heldout": "d3d6f7c8373c4dbef64b41e84e4df792a39bef4049542e4c62b8144a80d36f2a",
-    "lambada_openai/heldout": "61497177db7e60ae11f3c7b3eb473c24d36cfc6f296b2b5768b2bc8ab9cbb2cb",
-    "openbookqa/heldout": "578196ff63a449c610c95317ae0718e3a37f8a8d8e109741008528b742cb5148",
-    "piqa/heldout": "d82bc2d775ca19c38e52881aba14c9457d415a68063457d410029b983cbc7b89",
-    "piqa/validation": "03243e1387761b6888a8faf79874e7a7117247bd78f5c355c053d24e722ffeac",
-    "social_iqa/heldout": "a57e04b3193fb2e130dc6bde08370c11e801c5fe79ab7b66aa7599c7f0096876",
-    "winogrande/heldout": "dae51b8724e82f870c6ce629fb23dc621f9d9b8035fe2d17cc67cee88ff630a3",
-}
-
+for _line in _TASKS.splitlines():
+    _name, _column, _file, *_fields = _line.split()
+    TASKS[_name] = Task(_column, _file, _fields)
+SUITES = {"heldout": {}, "validation": {}}
+for _line in _SETS.splitlines():
+    _suite, _name, _split, _n, _sha256 = _line.split()
+    SUITES[_suite][_name] = ItemSet(_split, int(_n), _sha256)
 COLUMNS = {name: task.column for name, task in TASKS.items()}
-SUITES = {
-    "heldout": list(TASKS),
-    "validation": [name for name, task in TASKS.items() if task.validation],
-}
 
 NO_STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
@@ -87,7 +80,7 @@ STORY_HEADINGS = (
     "InputSentence1 InputSentence2 InputSentence3 InputSentence4 "
     "RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding"
 )
-STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), FIELDS["storycloze_2016"].split(), strict=True))
+STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), TASKS["storycloze_2016"].fields, strict=True))
 
 
 # What `check_item` asks of an item, and the fields that are not texts.
@@ -128,11 +121,12 @@ def read_items(
     """
     items = {}
     for name in names:
-        source, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
+        expected = SUITES[split][name]
+        source, rows = read_rows(name, expected.split, data_dir, storycloze)
         chosen = []
         for number, row in enumerate(rows):
             with reading(f"{source}, item {number}", f"expected an item of {name}, with {FORM}"):
-                item = {field: row[field] for field in FIELDS[name].split()}
+                item = {field: row[field] for field in TASKS[name].fields}
                 check_item(name, item)
             chosen.append(item)
         if not chosen:
@@ -140,11 +134,10 @@ def read_items(
         text = "".join(json.dumps(item, sort_keys=True) for item in chosen)
         got = hashlib.sha256(text.encode()).hexdigest()
         items[name] = Items(source, chosen, got)
-        expected = PUBLISHED.get(f"{name}/{split}", got)
-        if got != expected and not any_items:
+        if expected.sha256 not in (got, "-") and not any_items:
             raise UserError(
                 f"{source}: {len(chosen):,} items that are not the published ones of {name} "
-                f"(sha256 {got[:12]}, expected {expected[:12]}); --any_items scores them"
+                f"(sha256 {got[:12]}, expected {expected.sha256[:12]}); --any_items scores them"
             )
     return items
 

@@ -48,8 +48,10 @@ def check_comparable(results):
                 first, folder = seen.setdefault(key, (value, x["folder"]))
                 if first != value:
                     change = record_changes({key: first}, {key: value})[key]
-                    what = f"{folder} and {x['folder']} cannot be compared: {change}"
-                    raise UserError(f"{what}; tabulate them apart")
+                    raise UserError(
+                        f"{folder} and {x['folder']} cannot be compared: {change}; tabulate them "
+                        "apart"
+                    )
 
 
 # --- tables
@@ -195,12 +197,14 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     rows   method, seed -> scores by task
     """
     split = first["kind"]
-    tasks = [t for t in SUITES[split] if t in rows and rows[t].notna().all()]
+    rows = rows.dropna(axis=1)
+    tasks = [t for t in SUITES[split] if t in rows]
     if not tasks:
         return [f"{title}: no task in common, {split}", ""]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
-    average = "Avg." if tasks == SUITES[split] else f"Avg. ({len(tasks)} of {len(SUITES[split])})"
+    n_tasks = len(SUITES[split])
+    average = "Avg." if len(tasks) == n_tasks else f"Avg. ({len(tasks)} of {n_tasks})"
     accs[average] = accs.mean(axis=1)
     ours = means(accs, {heading: Column(heading, +1, 1, 2) for heading in accs})
     averages = accs[average].unstack("method", sort=False)
@@ -236,7 +240,7 @@ def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
 
     students  method, seed -> figures
     """
-    known = students.columns[students.notna().all()]
+    known = students.dropna(axis=1)
     columns = {key: c for key, c in FIGURES.items() if key in known}
     table = means(students, columns)
     counts = students.groupby("method", sort=False).size()

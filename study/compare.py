@@ -32,40 +32,38 @@ import runpy
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import get_type_hints
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from configure import Config
 from lib.errors import UserError
-from lib.settings import PositiveInt, checked, literal, parsed
+from lib.files import reading
+from lib.settings import PositiveInt, check_fields, literal, parsed
 
-KEYS = {  # of `_compare`, with their defaults
-    "title": "Comparison",
-    "summary": "",  # what the tables say, in words
-    "tables": (),  # (title, methods, reference), ..
-    "reference": None,
-    "seeds": 3,
-    "fewer_seeds": {},  # number by method
-    "rows": 512,
-    "tune": (),
-    "trial_steps": None,
-    "out": "out/compare",
-    "report": False,
-}
-FLAGS = {
-    "seeds": PositiveInt,
-    "tune": tuple[str, ...],
-    "trial_steps": PositiveInt | None,
-    "reference": str | None,
-    "rows": PositiveInt,
-    "out": str,
-    "report": bool,
-}
+
+@dataclass
+class Spec:
+    """The keys of `_compare`, which flags override."""
+
+    title: str = "Comparison"
+    summary: str = ""  # what the tables say, in words
+    tables: tuple = ()  # (title, methods, reference), ..
+    reference: str | None = None
+    seeds: PositiveInt = 3
+    fewer_seeds: dict = field(default_factory=dict)  # number by method
+    rows: PositiveInt = 512
+    tune: tuple[str, ...] = ()
+    trial_steps: PositiveInt | None = None
+    out: str = "out/compare"
+    report: bool = False
+
+
+KINDS = get_type_hints(Spec, include_extras=True)
 OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
@@ -78,14 +76,14 @@ def arguments(argv, load=configure.load) -> tuple:
     rest = []
     for word in argv:
         key, equals, text = word.removeprefix("--").partition("=")
-        if key not in FLAGS or not word.startswith("--"):
+        if key not in KINDS or not word.startswith("--"):
             rest.append(word)
         elif key == "tune":
             flags[key] = (*flags.get(key, ()), text)
         else:
-            flags[key] = parsed(text if equals else "True", FLAGS[key])
+            flags[key] = parsed(text if equals else "True", KINDS[key])
     cfg = load(rest)
-    keys = dict(KEYS)
+    keys = {}
     for word in rest:
         if not word.startswith("--"):
             keys["out"] = f"out/compare_{Path(word).stem}"
@@ -93,11 +91,12 @@ def arguments(argv, load=configure.load) -> tuple:
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
-            keys |= {key: KEYS[key] for key in OF_METHODS}
-    keys |= flags
-    for key, kind in FLAGS.items():
-        keys[key] = checked(f"--{key}", keys[key], kind)
-    spec = SimpleNamespace(**keys)
+            keys = {key: x for key, x in keys.items() if key not in OF_METHODS}
+    if "reference" in flags:  # of one table, with all methods
+        keys["tables"] = ()
+    with reading("_compare", "correct its keys"):
+        spec = Spec(**keys | flags)
+    check_fields(spec)
     spec.out = Path(spec.out)
     spec.trial_steps = spec.trial_steps or cfg.max_steps
     if spec.reference not in (None, *cfg.methods):
@@ -162,9 +161,10 @@ def compare(spec, cfg, choices: dict):
     held_out, _ = open_rows(cfg.data_dir, "val")
     rows = held_out[cfg.val_max_rows or len(held_out) :][: spec.rows]
     if not len(rows):
-        what = "trials use these rows, scores the later ones"
-        n = len(held_out)
-        raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n}")
+        raise UserError(
+            f"val_max_rows={cfg.val_max_rows}: trials use these rows, scores the later ones; "
+            f"{cfg.data_dir} has {len(held_out)}"
+        )
     plan["trials"] = run_trials(spec, cfg, choices)
     chosen = best_settings(plan["trials"])
     failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
@@ -187,8 +187,10 @@ def shared_record(cfg, file) -> dict:
     earlier = read_json(file).get("shared")
     changes = record_changes(earlier or shared, shared)
     if changes:
-        what = f"{file.parent}: has another study ({'; '.join(changes.values())})"
-        raise UserError(f"{what}; set --out to another folder")
+        raise UserError(
+            f"{file.parent}: has another study ({'; '.join(changes.values())}); set --out to "
+            "another folder"
+        )
     return shared
 
 
@@ -260,8 +262,8 @@ def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
     found = on_record(cfg, spec.out)
     trials = []
     for (method, key), (_, settings) in students.items():
-        facts = found.get(key, {"stopped": ""})
-        ce = None if "stopped" in facts else facts["val_ce"]
+        facts = found.get(key, {"why": ""})
+        ce = None if "why" in facts else facts["val_ce"]
         trials.append({"method": method, "settings": settings, "val_ce": ce})
     return trials
 

@@ -26,12 +26,10 @@ STUDENT = {  # what is read from a line
     "name": str,
     "method": str,
     "seed": int,
-    "step": int,
     "machine": str,
     "git_commit": str | None,
     "config": {"seed": int, "max_steps": int, "val_max_rows": int | None},
     "made_by": {"lr": float, "hyper": dict},
-    "overrides": dict,
     "val_ce": float | None,  # of the last validation
     "scores": dict,  # how the figures were computed
     "student_flops": float,
@@ -109,8 +107,6 @@ def read_student(end: Path, cfg) -> dict:
         scores.pop(key, None)
     facts["name"] = f"{folder.name}_{folder.parent.name}"
     facts["scores"] = scores
-    if "why" in facts:
-        facts["stopped"] = facts.pop("why")
     student, teacher = flops(cfg)
     facts["student_flops"] = student * facts["nominal_tokens"]
     if facts["made_by"].get("teacher_sha256"):
@@ -134,12 +130,12 @@ def is_scored(student: Config, facts: dict, rows) -> bool:
 
     rows  [n_rows, row_len] uint32
     """
-    if "stopped" in facts:
+    if "why" in facts:
         return True
     if facts["scores"].get("protocol", {}).get("dtype") != "float32":
         return False
     expected = {"rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
-    if "scoring_code" in facts:  # committed studies have figures without it
+    if "scoring_code" in facts and not student.accept_edits:  # old studies lack it
         expected["scoring_code"] = scoring_code("figures")
     if student.teacher:
         expected["teacher_sha256"] = content_hash(student.teacher)

@@ -56,9 +56,9 @@ def read(out) -> tuple:
     students = []
     failed = [f"- {m}: not trained, as all of its trials failed" for m in sorted(untrained)]
     for x in plan["students"]:
-        facts = found.get(x["name"], {"stopped": "no result; see what its run has printed"})
-        if "stopped" in facts:
-            failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
+        facts = found.get(x["name"], {"why": "no result; see what its run has printed"})
+        if "why" in facts:
+            failed.append(f"- {x['method']} (seed {x['seed']}): {facts['why']}")
         else:
             students.append(facts | x)
     if not students:
@@ -168,15 +168,9 @@ def trial_lines(plan: dict) -> list[str]:
     rates = [*table]
     tried = [x["method"] for x in trials]
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
-    at_an_end = []
-    for m, settings in best.items():
-        own = [x["settings"]["lr"] for x in trials if x["method"] == m]
-        if settings["lr"] in (min(own), max(own)):
-            at_an_end.append(m)
+    chosen = chosen or ["None, as all trials failed."]
+    at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
-    if not best:
-        chosen = ["None, as all trials failed."]
-        advice = ""
     if at_an_end:
         wider = [f"{rates[0] / 3:.3g}", *map(str, rates), f"{3 * rates[-1]:.3g}"]
         advice = (
@@ -200,7 +194,7 @@ def pictures(students: list[dict], folder) -> list[str]:
 
     seeds = {}  # seed -> method -> student
     for x in students:
-        seeds.setdefault(x["seed"], {})[x["method"]] = x
+        seeds.setdefault(x["seed"], {})[x["method"]] = x["log"]
     plot.curves(list(seeds.values()), folder / "curves.png")
     first = min(seeds)
     drawn = ["curves", *plot.draw_histograms(seeds[first], folder)]

@@ -9,21 +9,16 @@ temperature: no token changes its rank. The copy is in fp32. eval.py prints its 
 """
 
 import sys
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, f"{Path(__file__).parents[1]}")
-
-from lib.hf import load_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
 def main(teacher, factor, out):
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     model.model.norm.weight.data *= float(factor)
     model.save_pretrained(out)
-    load_tokenizer(teacher).save_pretrained(out)
+    PreTrainedTokenizerFast.from_pretrained(teacher).save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -54,19 +54,18 @@ _parts = {  # one change to ALRA each; "no anchor" is alra_n, which has the same
 hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}} | _parts
 _compare = {
     "title": "The nine methods at a small scale",
-    "summary": "ALRA's CE is below that of vanilla KD in each of eight seeds, and on their average "
-    "in each of the 20 scored documents. It is nearer to the teacher, but worse "
-    "calibrated. In CE, PD cannot be told from it; PD is better calibrated, and ALRA has more of "
-    "the teacher's top five. Changed one at a time, none of ALRA's parts "
-    "is shown to matter in CE: neither Eq. 14 in place of Eq. 13 (which raises top-5 "
-    "agreement), nor the adaptive budget in place of 9 or 25 tokens, nor the anchor, nor "
-    "the pairs and their weights; differences of 0.1 to 0.2 nats cannot be excluded. With as "
-    "much cross-entropy as vanilla KD, ALRA keeps most of its lead. "
-    "Seeds 6 to 8 of ALRA and vanilla KD were added when those of 1 to 5 were known, with gamma "
-    "1: -0.25 ± 0.14, Holm's p 0.07. All of ALRA's students were then made again with gamma 5. "
-    "The students of ALRA and BiLD have the settings that "
-    "an earlier round of trials chose (LOG.md). All of this is about students of 1.1M "
-    "parameters, one teacher and one text. It says nothing about students of 200M.",
+    "summary": """\
+ALRA's CE is below that of vanilla KD in each of eight seeds, and on their average in each of the \
+20 scored documents. It is nearer to the teacher, but worse calibrated. In CE, PD cannot be told \
+from it; PD is better calibrated, and ALRA has more of the teacher's top five. Changed one at a \
+time, none of ALRA's parts is shown to matter in CE: neither Eq. 14 in place of Eq. 13 (which \
+raises top-5 agreement), nor the adaptive budget in place of 9 or 25 tokens, nor the anchor, nor \
+the pairs and their weights; differences of 0.1 to 0.2 nats cannot be excluded. With as much \
+cross-entropy as vanilla KD, ALRA keeps most of its lead. Seeds 6 to 8 of ALRA and vanilla KD \
+were added when those of 1 to 5 were known, with gamma 1: -0.25 ± 0.14, Holm's p 0.07. All of \
+ALRA's students were then made again with gamma 5. The students of ALRA and BiLD have the \
+settings that an earlier round of trials chose (LOG.md). All of this is about students of 1.1M \
+parameters, one teacher and one text. It says nothing about students of 200M.""",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
     "fewer_seeds": dict.fromkeys(_variants, 3) | dict.fromkeys((*_others, *_parts, "alra_n"), 5),
     "trial_steps": 525,

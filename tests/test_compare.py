@@ -40,7 +40,11 @@ STUDY = configure.load([f"{ROOT}/study/small.py"])
 RESULTS = ROOT / "study/results"
 STUDIES = ["small", "smollm2_code", "smollm2", "small_surer", "smollm2_calibrated"]
 # configs that come before a study's own
-BASES = {"small_surer": ["small"], "smollm2_calibrated": ["smollm2_code"]}
+BASES = {
+    "small_surer": ["small"],
+    "smollm2": ["smollm2_code"],
+    "smollm2_calibrated": ["smollm2_code"],
+}
 WHY = "step 3: gradient norm inf"
 
 
@@ -50,7 +54,7 @@ def at_the_root(monkeypatch):
 
 
 def Spec(**changes):
-    return SimpleNamespace(**compare.KEYS | {"out": Path("out")} | changes)
+    return compare.Spec(**{"out": Path("out")} | changes)
 
 
 def test_estimates_have_closed_forms():
@@ -125,7 +129,7 @@ def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):
 
     def on_record(*_):
         ended = {record.recipe(s): {"val_ce": 4.0} for s in trained}
-        ended[record.recipe(trained[-1])]["stopped"] = WHY
+        ended[record.recipe(trained[-1])]["why"] = WHY
         return ended
 
     monkeypatch.setattr(compare, "train", lambda students, *_: trained.extend(students))
@@ -262,7 +266,7 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     teacher = {"step": 1, "teacher": {"step": 1, "n": 7}}
     assert x["log"] == [*LOG, budgets, teacher]
     stopped = students[other]
-    assert (stopped["name"], stopped["stopped"]) == ("pretrain_seed1_ab", WHY)
+    assert (stopped["name"], stopped["why"]) == ("pretrain_seed1_ab", WHY)
     assert "teacher_flops" not in stopped
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
     append_line(run / "alra@x/results.jsonl", SCORES | {"values": figures})
@@ -354,6 +358,8 @@ def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
     for key in facts.keys() - {"scores"}:
         assert not record.is_scored(cfg, facts | {key: "another"}, rows), key
     assert not record.is_scored(cfg, facts | {"scores": {}}, rows)
+    edited = dataclasses.replace(cfg, accept_edits=True)
+    assert record.is_scored(edited, facts | {"scoring_code": "another"}, rows)
     del facts["scoring_code"]  # of the committed studies
     assert record.is_scored(cfg, facts, rows)
 
@@ -382,6 +388,17 @@ def test_what_cannot_run_is_found_before_anything_starts(argv, message, tmp_path
     with refusal(re.escape(message)):
         compare.main(argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_study_with_a_key_that_is_none_is_refused_and_a_reference_makes_one_table(tmp_path):
+    study = tmp_path / "study.py"
+    study.write_text("_compare = {'tables': (('T', ('alra',), 'alra'),)}")
+    argv = ["config/demo.py", str(study)]
+    assert compare.arguments(argv)[0].tables
+    assert compare.arguments([*argv, "--reference=alra"])[0].tables == ()
+    study.write_text("_compare = {'tittle': 'x'}")
+    with refusal("_compare: cannot be used .*tittle.*; correct its keys"):
+        compare.arguments(argv)
 
 
 # --- runs
@@ -574,7 +591,7 @@ TRIALS = """[
 {"method": "pd", "settings": {"lr": 0.001}, "val_ce": 5.0},
 {"method": "pd", "settings": {"lr": 0.003}, "val_ce": null},
 {"method": "pd", "settings": {"lr": 0.03}, "val_ce": 4.0},
-{"method": "alra", "settings": {"gamma": 1, "lr": 0.003}, "val_ce": 4.5}
+{"method": "alra", "settings": {"gamma": 1, "lr": 0.03}, "val_ce": 4.5}
 ]"""
 
 
@@ -639,7 +656,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text
     assert "- pd: lr 0.03 (3 trials)\n" in text
     assert "The rate of pd, alra is the lowest or highest tried" in text and "--tune=lr=" in text
-    assert "| alra gamma 1 | – | **4.5000** | – |" in text
+    assert "| alra gamma 1 | – | – | **4.5000** |" in text
     assert "150 updates. CE in nats per token over the first 256 held-out rows" in text
 
 
@@ -678,7 +695,7 @@ def test_a_report_needs_a_result(tmp_path, quiet):
     message = r"plan\.json: cannot be used .*; run the same command without --report"
     with refusal(message):
         report_of(tmp_path)
-    made_up(tmp_path, {"alra": [4.0]}, stopped=WHY)
+    made_up(tmp_path, {"alra": [4.0]}, why=WHY)
     with refusal(r"no student has a result .*alra .seed 1.: step 3"):
         report_of(tmp_path)
     change_plan(tmp_path, lambda students: [])
@@ -689,7 +706,7 @@ def test_a_report_needs_a_result(tmp_path, quiet):
 def test_students_without_a_result_are_listed_and_left_out(tmp_path, quiet):
     """ALRA's and its reference's have seeds 2 and 3 in common."""
     ces = {"vanilla_kd": [5.0, 5.5, 6.0, 9.0], "alra": [4.0, 3.5, 5.0, 1.0]}
-    made_up(tmp_path, ces, stopped=WHY)
+    made_up(tmp_path, ces, why=WHY)
     change_plan(tmp_path, lambda students: [*students[:-1], students[-1] | {"name": None}])
     text = report_of(tmp_path)
     assert f"- vanilla_kd (seed 1): {WHY}" in text
@@ -727,7 +744,7 @@ def test_the_figure_of_a_report_has_the_means_over_seeds(tmp_path, monkeypatch):
     for x in students:
         last = 3.5 if x["name"] == "alra_seed2" else 4.5
         x["log"] = [
-            {"step": 1, "ce": 5.0 + x["seed"], "val_ce": 6.0},
+            {"step": 1, "nominal_tokens": 32, "ce": 5.0 + x["seed"], "val_ce": 6.0},
             {"step": 2, "ce": 4.0, "val_ce": last},
         ]
     record.write_students(tmp_path, students)

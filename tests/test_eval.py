@@ -127,12 +127,10 @@ def data(tmp_path_factory):
     """All nine tasks in the layout of local files, 7 items each and 5 in the validation sets."""
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
-    for name, task in tasks.TASKS.items():
-        item, _ = PROMPTS[name]
-        for n, part in ((7, task.heldout), (5, task.validation)):
-            if part:
-                items = [lengthen(item, rng) for _ in range(n)]
-                write_items(folder, name, part[0], items)
+    for n, suite in zip((7, 5), tasks.SUITES.values(), strict=True):
+        for name, items in suite.items():
+            item, _ = PROMPTS[name]
+            write_items(folder, name, items.split, [lengthen(item, rng) for _ in range(n)])
     return folder
 
 
@@ -359,7 +357,7 @@ class Recorder(TemplateLM):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
     item, asked = PROMPTS[name]
-    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [item] * 2)
+    write_items(tmp_path, name, tasks.SUITES["heldout"][name].split, [item] * 2)
     recorder = Recorder()
     scores, _ = bench(recorder, [name], f"--data_dir={tmp_path}")
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
@@ -370,7 +368,7 @@ def test_prompts_are_those_of_lm_eval(name, tmp_path):
 def test_two_sets_of_the_protocol(data):
     for split, n in (("heldout", 7), ("validation", 5)):
         names = tasks.SUITES[split]
-        assert tasks.choose_tasks("all", split) == names
+        assert tasks.choose_tasks("all", split) == [*names]
         items = tasks.read_items(names, split, str(data), any_items=True)
         assert {len(chosen.rows) for chosen in items.values()} == {n}
     scores, _ = bench(Recorder(), names, f"--data_dir={data} --split=validation")
@@ -391,8 +389,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
     else:
         folder = SHARED / "stories260k"
         flags = f"--data_dir={SHARED}/eval --limit=3 --split={split}"
-        published = (known.split("/") for known in tasks.PUBLISHED)
-        names = [name for name, part in published if part == split]
+        names = [name for name, items in tasks.SUITES[split].items() if items.sha256 != "-"]
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
     bos = leading_bos(tokenizer)
@@ -425,7 +422,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
     names = [name for name in tasks.TASKS if name != "storycloze_2016"]
     for name in names:
         config = tasks.read_config(name)
-        split = tasks.TASKS[name].heldout[0]
+        split = tasks.SUITES["heldout"][name].split
         rows = read_jsonl(data / name / f"{split}.jsonl")
         part = config.get("dataset_name") or "default"
         write_like_the_hub(tmp_path / config["dataset_path"], rows, part, split)
@@ -470,9 +467,11 @@ def test_items_that_are_not_the_published_ones_are_refused(data):
 
 
 @needs_shared
-@pytest.mark.parametrize("known", tasks.PUBLISHED)
-def test_the_published_items_are_those_that_are_known(known):
-    name, split = known.split("/")
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [(s, x) for s, suite in tasks.SUITES.items() for x in suite if suite[x].sha256 != "-"],
+)
+def test_the_published_items_are_those_that_are_known(split, name):
     assert tasks.read_items([name], split, f"{SHARED}/eval")
 
 
@@ -537,7 +536,7 @@ winogrande => "answer": "" => .. is not in list
 @pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
 def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
     good, _ = PROMPTS[name]
-    split = tasks.TASKS[name].heldout[0]
+    split = tasks.SUITES["heldout"][name].split
     bad = good | json.loads(f"{{{fields}}}")
     write_items(tmp_path, name, split, [good, bad, good])
     expected = rf"{name}/{split}.jsonl, item 1: .*{problem}.*expected an item of {name}"

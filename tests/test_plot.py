@@ -86,7 +86,7 @@ def run(tmp_path):
     for i, method in enumerate(("pretrain", "alra", "fixed_7", "mine")):
         records = [{"step": s, "ce": 5.0 / s + i, "loss": 1.0, **rates} for s in (1, 2, 3)]
         for record in records:
-            record |= terms.get(method, {})
+            record |= terms.get(method, {}) | {"nominal_tokens": 40 * record["step"]}
         records += [validated | {"step": step, "val_ce": 5.0 + i - step} for step in (2, 3)]
         write_jsonl(out / method / "log.jsonl", records)
     write_json(out / "run.json", {"config": {"batch_rows": 4, "seq_len": 10}})
@@ -122,15 +122,17 @@ def make_logs(ys, steps=(1, 2)):
     """Return logs of students whose held-out CE falls to y from y + 1."""
     logs = {}
     for name, y in ys.items():
-        log = [{"step": step, "val_ce": y + steps[-1] - step} for step in steps]
-        logs[name] = {"config": {"batch_rows": 4, "seq_len": 10}, "log": log}
+        logs[name] = [
+            {"step": step, "nominal_tokens": 40 * step, "val_ce": y + steps[-1] - step}
+            for step in steps
+        ]
     return logs
 
 
 def test_curves_of_several_seeds_are_means_with_the_range(tmp_path, drawn):
     """A seed may have stopped early."""
     seeds = [make_logs({"alra": 4.5}), make_logs({"alra": 6.5}), make_logs({"alra": 8.5})]
-    seeds[0]["alra"]["log"].pop()
+    seeds[0]["alra"].pop()
     plot.curves(seeds, tmp_path / "c.png")
     (axis,) = drawn["c.png"].axes
     assert lines(axis) == {"alra": [(40, 7.5), (80, 7.5)]}
@@ -146,7 +148,7 @@ def legend_of(figure):
 def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
     logs = make_logs({"a": 3.0, "b": 3.3, "far": 6.0})
     for student in logs.values():
-        student["log"][1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
+        student[1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
     plot.curves([logs], tmp_path / "c.png")
     (axis,) = drawn["c.png"].axes
     low, high = axis.get_ylim()
@@ -154,11 +156,20 @@ def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
     assert legend_of(drawn["c.png"]) == ["a", "b", "far", "teacher: 2.00", "ln V: 8.00"]
 
 
+def test_a_term_of_ones_own_is_drawn_whole(tmp_path, drawn):
+    logs = make_logs({"a": 3.0})
+    for entry, value in zip(logs["a"], (1.0, 0.1), strict=True):
+        entry["distance"] = value
+    plot.curves([logs], tmp_path / "c.png")
+    low, high = drawn["c.png"].axes[1].get_ylim()
+    assert low < 0.1 and high > 1.0
+
+
 def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
     """It has no validation, and its last terms are not finite."""
     logs = make_logs({"alra": 3.0, "stopped": 3.0})
-    logs["stopped"]["log"] = [
-        {"step": 1, "ce": 8.0, "kd": None},
+    logs["stopped"] = [
+        {"step": 1, "nominal_tokens": 40, "ce": 8.0, "kd": None},
         {"step": 2, "ce": 9.0, "kd": None},
         {"step": 3, "ce": None, "kd": None},
     ]
@@ -186,7 +197,7 @@ def test_names_are_drawn_as_they_are(logged, drawn):
 
 def test_what_is_logged_once_has_no_panel(tmp_path, drawn):
     logs = make_logs({"a": 3.0})
-    logs["a"]["log"][0]["val_kl"] = 1.0
+    logs["a"][0]["val_kl"] = 1.0
     plot.curves([logs], tmp_path / "c.png")
     assert [axis.get_ylabel() for axis in drawn["c.png"].axes] == ["val_ce"]
     plot.curves([make_logs({"a": 3.0}, steps=(1,))], tmp_path / "c.png")
@@ -222,7 +233,9 @@ def test_every_term_and_every_validation_figure_has_a_panel():
 
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path, drawn):
     other = tmp_path / "other/alra"
-    write_jsonl(other / "log.jsonl", [{"step": 1, "ce": 9.0}, {"step": 1, "ce": 7.0}])
+    write_jsonl(
+        other / "log.jsonl", [{"step": 1, "nominal_tokens": 21, "ce": 9.0}, {"step": 1, "ce": 7.0}]
+    )
     with (other / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "c')  # being written
     write_json(other.parent / "run.json", {"config": {"batch_rows": 3, "seq_len": 7}})
@@ -340,14 +353,12 @@ def test_what_cannot_be_drawn_or_written_is_one_line(run, tmp_path):
     write_run(tmp_path, student, load_tokenizer(DEMO), tmp_path, tmp_path, made_by=made_by)
     with refusal("tad: expected a student of ALRA"):
         plot.main([f"{tmp_path}/tad", "--text=x"])
-    with refusal("x: no log.jsonl with entries; expected a run"):
-        plot.main([f"{tmp_path}/x"])
+    for folders in ([f"{tmp_path}/x"], [str(run), f"{tmp_path}/x"]):
+        with refusal("x: no log.jsonl with entries; expected a run"):
+            plot.main(folders)
     write_jsonl(tmp_path / "begun/alra/log.jsonl", [])
     with refusal("begun: no log.jsonl with entries; expected a run's folder"):
         plot.main([f"{tmp_path}/begun"])
     Path(tmp_path / "file").touch()
     with refusal("/file/curves.png: cannot be written"):
         plot.main([str(run), f"--out={tmp_path}/file"])
-    write_json(run / "run.json", {"config": {"batch_rows": 4}})
-    with refusal("run.json: config: no .'seq_len'. in it"):
-        plot.main([str(run)])

@@ -789,16 +789,13 @@ def test_splits_of_a_local_dataset_are_never_mixed(tmp_path):
     with refusal("has files of train, valid; name those of one"):
         documents(tmp_path)
     assert documents(tmp_path / "train*")[0] == ["train"]
-    hub_keys = (
-        {"source_split": "validation"},
-        {"source_config": "en"},
-        {"source": [{"split": "x"}]},
-    )
-    for keys in hub_keys:
-        name = f"{tmp_path}/train*"
-        part = keys.pop("source", [{}])[0] | {"name": name}
-        with refusal("split, configuration and revision are for the hub; name the files"):
-            prepare.open_source(Config(source=[part], **keys))
+    part = {"name": f"{tmp_path}/train*"}
+    problem = "split, config and revision are for the hub; name the files"
+    with refusal(problem):
+        documents(part["name"], source_split="validation")
+    for key in ("split", "config", "revision"):
+        with refusal(problem):
+            prepare.open_source(Config(source=[part | {key: "x"}]))
 
 
 def test_an_eos_that_texts_spell_is_told_once(small, tmp_path, capsys):

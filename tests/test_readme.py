@@ -319,7 +319,6 @@ study.compare study.record
 study.compare study.report
 study.report study.record
 study.report tools.plot
-study.rehash study.record
 """.splitlines()
 
 

@@ -56,7 +56,7 @@ def fake(folder, method, accs, norms=(), seed=1234, split="heldout", student="20
     run |= {"step": 7, "overrides": {}, "config": CONFIG, "made_by": json.loads(MADE_BY) | made_by}
     scores = {}
     for t, acc in accs.items():
-        n_paper = getattr(tasks.TASKS[t], split)[1]
+        n_paper = tasks.SUITES[split][t].n_paper
         scores[t] = {"acc": acc / 100, "n": 500, "n_paper": n_paper, "version": 1.0}
         scores[t] |= {"data_sha256": t, "prompts_sha256": t}
     for t, norm in norms:

@@ -35,72 +35,64 @@ import pandas as pd
 import torch
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines, write_lines, writing
+from lib.files import read_lines, write_lines, writing
 from lib.metrics import logits_of
 from losses import resolve
 from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
-from run.results import read_log
+from run.results import read_log, students_of
 from run.scoring import check_content, open_checkpoint
-from run.teacher import load_teacher
+from run.teacher import load_model
 
-PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow
-    "val_ce": "held-out cross-entropy, nats/token",
-    "ce": "training cross-entropy, nats/token",
-    "loss": "training loss, nats/token",
-    "val_kl": "held-out KL to the teacher, nats/token",
-    "val_agree": "held-out top-1 agreement with teacher",
-    "gnorm": "gradient norm before clipping",
-    "lr": "learning rate",
-    "kd": "each method's distillation term, nats/token",
-    "mass": "ALRA: mass term, nats/token",
-    "local": "ALRA: local term, nats/token",
-    "rest": "ALRA: rest term, nats/token",
-    "pair": "ALRA: pair term, nats/token",
-    "d_u": "ALRA: mean local budget d_u, tokens",
-    "support": "ALRA: mean effective support, tokens",
-}
+# key in log.jsonl, title; the first has a row for itself; other terms follow
+_PANELS = """\
+val_ce     held-out cross-entropy, nats/token
+ce         training cross-entropy, nats/token
+loss       training loss, nats/token
+val_kl     held-out KL to the teacher, nats/token
+val_agree  held-out top-1 agreement with teacher
+gnorm      gradient norm before clipping
+lr         learning rate
+kd         each method's distillation term, nats/token
+mass       ALRA: mass term, nats/token
+local      ALRA: local term, nats/token
+rest       ALRA: rest term, nats/token
+pair       ALRA: pair term, nats/token
+d_u        ALRA: mean local budget d_u, tokens
+support    ALRA: mean effective support, tokens
+"""
+PANELS = dict(line.split(maxsplit=1) for line in _PANELS.splitlines())
 REFERENCES = {  # key in log.jsonl -> label
     "val_teacher_ce": "teacher",
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
-UNDRAWN = {*LOGGED, *REFERENCES, "val_teacher_entropy", "checkpoint_sec"} - {"gnorm", "lr"}
-plt.switch_backend("Agg")  # files only, no window
+UNDRAWN = {*LOGGED, *REFERENCES, "val_teacher_entropy", "checkpoint_sec"} - {*PANELS}
 plt.rcParams |= {
+    "backend": "Agg",  # files only, no window
     "figure.constrained_layout.use": True,
     "font.size": 9,
     "legend.frameon": False,
     "axes.grid": True,
     "axes.formatter.limits": (-3, 4),
-    "patch.linewidth": 0.3,
     "text.parse_math": False,  # a name or a token may have dollar signs
 }
 
 
 def read_logs(folders) -> dict:
-    """Return run.json and log of each student in folders of runs or methods.
+    """Return the log of each student in folders of runs or methods.
 
     They are named by method, or by folder if several folders are given.
     """
-    kinds = {"config": {"batch_rows": int, "seq_len": int}}
     logs = {}
-    for top in folders:
-        for file in [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]:
-            folder = file.parent
-            name = folder.name if len(folders) == 1 else str(folder)
-            log = read_log(folder)
-            if log:
-                logs[name] = read_json(folder.parent / "run.json", kinds) | {"log": log}
-    if not logs:
-        raise UserError(f"{folders[0]}: no log.jsonl with entries; expected a run's folder")
+    for folder in students_of(folders, read_log):
+        log = read_log(Path(folder))
+        if not log:
+            raise UserError(f"{folder}: no log.jsonl with entries; expected a run's folder")
+        name = Path(folder).name if len(folders) == 1 else str(folder)
+        logs[name] = log
     return logs
-
-
-def entries_of(student, part) -> list[dict]:
-    """Return the entries of a part of a student's log, "histogram" or "teacher" (`read_log`)."""
-    return [entry[part] for entry in student["log"] if part in entry]
 
 
 def looks(names) -> dict:
@@ -108,12 +100,10 @@ def looks(names) -> dict:
 
     Other names take those of the paper's methods that are not among `names`, then further ones.
     """
-    slots = [name if name in names else None for name in NAMES] + [None] * len(names)
-    for name in names:
-        if name not in slots:
-            slots[slots.index(None)] = name
+    others = iter([name for name in names if name not in NAMES])
+    slots = [name if name in names else next(others, None) for name in NAMES]
     styles = {}
-    for i, name in enumerate(slots):
+    for i, name in enumerate([*slots, *others]):
         styles[name] = {
             "label": name,
             "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on
@@ -143,10 +133,9 @@ def curves(seeds, path):
     """
     parts = {}
     for seed, logs in enumerate(seeds):
-        for name, student in logs.items():
-            log = pd.DataFrame(student["log"])
-            config = student["config"]
-            tokens = log["step"] * config["batch_rows"] * config["seq_len"]
+        for name, entries in logs.items():
+            log = pd.DataFrame(entries)
+            tokens = log["step"] * (log.get("nominal_tokens", np.nan) / log["step"]).max()
             # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
@@ -175,7 +164,7 @@ def draw_panel(axis, key, numbers):
             line = points.loc[name]
             axis.plot(line["mean"], markevery=len(line) // 6 or 1, **look)
             axis.fill_between(line.index, line["min"], line["max"], color=look["color"], alpha=0.15)
-    if key.endswith(("ce", "kl")):
+    if key in ("val_ce", "ce", "val_kl"):
         low = points["mean"].min()
         axis.set_ylim(0.99 * low, 1.01 * min(1.7 * low, points["mean"].max()))
     if key == "val_ce":
@@ -188,24 +177,29 @@ def draw_panel(axis, key, numbers):
 # --- the paper's Figures 3 and 4
 
 
+def budgets_of(log, part) -> np.ndarray:
+    """Return the histograms of d_u in a part of a student's log, [updates, d_max + 1]."""
+    return np.array([entry[part]["d_u_hist"] for entry in log if part in entry])
+
+
 def budget(logs) -> dict:
     """Return the distribution of d_u below d_max by student: early, late, the teacher as student.
 
     A fixed budget has none.
     """
     panels = {}
-    for name, student in logs.items():
-        entries = entries_of(student, "histogram")
-        if any(sum(r["d_u_hist"][:-1]) for r in entries):
-            entries = entries[1:] or entries  # the first is of untrained weights
-            tenth = -(-len(entries) // 10)  # rounded up
-            stages = {"early": entries[:tenth], "late": entries[-tenth:]}
-            teacher = entries_of(student, "teacher")
-            if teacher and len(teacher[0]["d_u_hist"]) == len(entries[0]["d_u_hist"]):
+    for name, log in logs.items():
+        own = budgets_of(log, "histogram")
+        if own[..., :-1].any():
+            own = own[1:] if len(own) > 1 else own  # the first is of untrained weights
+            tenth = -(-len(own) // 10)  # rounded up
+            stages = {"early": own[:tenth], "late": own[-tenth:]}
+            teacher = budgets_of(log, "teacher")
+            if teacher.shape[1:] == own.shape[1:]:
                 stages["teacher"] = teacher
             lines = {}
-            for stage, of_stage in stages.items():
-                counts = np.sum([r["d_u_hist"] for r in of_stage], 0)  # [d_max + 1]
+            for stage, histograms in stages.items():
+                counts = histograms.sum(0)
                 below = counts[:-1].sum()
                 lines[f"{stage}: {below / counts.sum():.1%} below"] = counts[:-1] / max(below, 1)
             title = f"{name}: share of the positions with d_u < d_max = {len(counts) - 1}"
@@ -218,10 +212,11 @@ def anchoring(logs) -> dict:
 
     As a density, and as means over all positions up to an update.
     """
-    entries = max((entries_of(student, "teacher") for student in logs.values()), key=len)
-    if not entries:
+    logged = [[x["teacher"] for x in log if "teacher" in x] for log in logs.values()]
+    r = pd.DataFrame(max(logged, key=len))
+    if r.empty:
         return {}
-    r = pd.DataFrame(entries).set_index("step")
+    r = r.set_index("step")
     n = r["n"].cumsum()
     labels = {"p_label": "label", "p_top1": "teacher's top-1", "agree": "top-1 is the label"}
     densities = {}
@@ -232,7 +227,7 @@ def anchoring(logs) -> dict:
         if key != "agree":
             counts = np.sum([*r[f"{key}_hist"]], 0)
             densities[label] = counts / counts.mean()
-    middles = (np.arange(len(counts)) + 0.5) / len(counts)
+    middles = np.arange(0.5, len(counts)) / len(counts)
     density = pd.DataFrame(densities, middles).rename_axis("teacher's probability")
     return {
         f"density over {n.iloc[-1]:,} positions": density,
@@ -245,8 +240,7 @@ def draw_histograms(logs, out) -> list[str]:
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
         if not panels:
-            need = "no data; train ALRA with --histogram_every_steps=N"
-            print(f"no {name}.png: {need}", file=sys.stderr)
+            print(f"no {name}.png: it needs --histogram_every_steps=N in training", file=sys.stderr)
             continue
         n_columns = min(len(panels), 3)
         n_rows = -(-len(panels) // 3)
@@ -273,12 +267,12 @@ def choices(text, folder) -> list[dict]:
     hyper = c.run["made_by"]["hyper"] if c.run else {}
     if "d_max" not in hyper:
         raise UserError(f"{folder}: expected a student of ALRA")
-    cfg = configure.Config(**c.run["config"])
+    config = c.run["config"]  # an older one may have other keys
+    cfg = configure.Config(teacher=config["teacher"], hyper=config["hyper"])
     check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), c.run)
     ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
-    how = torch.float32, torch.device("cpu")
-    models = c.load(*how), load_teacher(cfg.teacher, *how, vocab_size=c.n_vocab)
-    z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head) for m in models)  # [N, V]
+    models = load_model(c.folder), load_model(cfg.teacher)
+    z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
     method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
@@ -302,13 +296,14 @@ def sentence(entries, path):
     """Draw the last three entries of `choices`, and write all of them beside the picture."""
     shown = entries[-3:]
     n_rows = len(shown[0]["candidates"])
-    size = (0.4 + 3.2 * len(shown), 1.7 + 0.15 * n_rows)
-    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(0.4 + 3.2 * len(shown), 1.7 + 0.15 * n_rows), squeeze=False
+    )
     for axis, entry in zip(axes[0], shown, strict=True):
         bars = pd.DataFrame(entry)[["teacher", "student"]]
-        bars.plot.barh(ax=axis, width=0.8, color=["tab:blue", "tab:orange"], legend=False)
+        bars.plot.barh(ax=axis, width=0.8, legend=False)
         d_u = entry["d_u"]
-        axis.axhspan(-0.5, d_u - 0.5, color="khaki", alpha=0.6, zorder=0)
+        shade = axis.axhspan(-0.5, d_u - 0.5, color="khaki", alpha=0.6, zorder=0)
         axis.set_yticks(range(n_rows), [word[:11] for word in entry["candidates"]], size=7)
         if entry["is_added"]:
             axis.get_yticklabels()[0].set_color("red")
@@ -320,10 +315,9 @@ def sentence(entries, path):
             f"probability\nmass of the local set:\n"
             f"teacher {masses['teacher']:.0%}, student {masses['student']:.0%}"
         )
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    handles.append(plt.Rectangle((0, 0), 1, 1, color="khaki", alpha=0.6))
-    labels.append("local set")
-    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    figure.legend(
+        [*axis.containers, shade], [*bars, "local set"], loc="outside upper center", ncols=3
+    )
     figure.supxlabel("red: the anchor, where the student had not proposed it", color="red", size=9)
     save(figure, path)
     write_lines(path.with_suffix(".jsonl"), entries)

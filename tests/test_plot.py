@@ -304,7 +304,7 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     teacher.save_pretrained(tmp_path / "t", tokenizer)
     hyper = {"d_max": 5, "tau": 2.0}
     config = {"teacher": f"{tmp_path}/t", "out_dir": "run", "hyper": {"alra@x": hyper}}
-    facts = {"method": "alra@x", "config": config, "bos": None, "overrides": {}}
+    facts = {"method": "alra@x", "config": config, "bos": None, "overrides": hyper}
     facts |= {"student": "tiny", "seed": 1, "step": 9}
     made_by = {"shape": {}, "code": {}, "hyper": hyper}
     for step, model in models.items():

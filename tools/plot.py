@@ -74,6 +74,7 @@ plt.rcParams |= {
     "figure.constrained_layout.use": True,
     "font.size": 9,
     "legend.frameon": False,
+    "patch.linewidth": 0.3,
     "axes.grid": True,
     "axes.formatter.limits": (-3, 4),
     "text.parse_math": False,  # a name or a token may have dollar signs
@@ -267,13 +268,14 @@ def choices(text, folder) -> list[dict]:
     hyper = c.run["made_by"]["hyper"] if c.run else {}
     if "d_max" not in hyper:
         raise UserError(f"{folder}: expected a student of ALRA")
-    config = c.run["config"]  # an older one may have other keys
-    cfg = configure.Config(teacher=config["teacher"], hyper=config["hyper"])
-    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), c.run)
+    teacher = c.run["config"]["teacher"]
+    check_content(teacher, "teacher_sha256", content_hash(teacher), c.run)
     ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
-    models = load_model(c.folder), load_model(cfg.teacher)
+    models = load_model(c.folder), load_model(teacher)
     z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
-    method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
+    settings = dict(c.run["overrides"])
+    settings.pop("lr", None)
+    method = resolve(c.run["method"], **settings)
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
     entries = []
@@ -296,18 +298,16 @@ def sentence(entries, path):
     """Draw the last three entries of `choices`, and write all of them beside the picture."""
     shown = entries[-3:]
     n_rows = len(shown[0]["candidates"])
-    figure, axes = plt.subplots(
-        1, len(shown), figsize=(0.4 + 3.2 * len(shown), 1.7 + 0.15 * n_rows), squeeze=False
-    )
+    figure, axes = plt.subplots(1, len(shown), figsize=(10, 5.5), squeeze=False)
     for axis, entry in zip(axes[0], shown, strict=True):
         bars = pd.DataFrame(entry)[["teacher", "student"]]
         bars.plot.barh(ax=axis, width=0.8, legend=False)
         d_u = entry["d_u"]
-        shade = axis.axhspan(-0.5, d_u - 0.5, color="khaki", alpha=0.6, zorder=0)
+        shade = axis.axhspan(-0.5, d_u - 0.5, color="lemonchiffon", zorder=0)
         axis.set_yticks(range(n_rows), [word[:11] for word in entry["candidates"]], size=7)
         if entry["is_added"]:
             axis.get_yticklabels()[0].set_color("red")
-        axis.set_ylim(n_rows - 0.5, -0.5)
+        axis.invert_yaxis()
         axis.grid(False)
         axis.set_title(f"after {entry['before']!r}\nlocal set: {d_u} of {n_rows} candidates")
         masses = bars[:d_u].sum()
@@ -318,7 +318,7 @@ def sentence(entries, path):
     figure.legend(
         [*axis.containers, shade], [*bars, "local set"], loc="outside upper center", ncols=3
     )
-    figure.supxlabel("red: the anchor, where the student had not proposed it", color="red", size=9)
+    figure.supxlabel("red: the anchor, where the student had not proposed it", color="red")
     save(figure, path)
     write_lines(path.with_suffix(".jsonl"), entries)
 

@@ -23,7 +23,7 @@ from lib.errors import UserError, first_line
 from lib.files import reading
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-SPLIT = re.compile("train|valid|test")  # the beginning of a name
+SPLIT = re.compile(r"(train|valid|test)(ation)?(-\d+-of-\d+)?\.")  # the name of a dataset's file
 HIDDEN = re.compile(r"\.|__MACOSX$")  # the beginning of a name: copies that programs keep
 BLOCK = 1 << 16  # bytes read at a time
 
@@ -63,7 +63,7 @@ def list_files(source: str) -> list[str]:
                     f"source={source}: {other} and {name} hold one text; keep one of them"
                 )
     files = sorted(set(file_of.values()))
-    splits = {match[0] for file in files if (match := SPLIT.match(os.path.basename(file)))}
+    splits = {match[1] for file in files if (match := SPLIT.match(os.path.basename(file)))}
     if len(splits) > 1:
         raise UserError(
             f"source={source}: has files of {', '.join(sorted(splits))}; name those of one, as in "

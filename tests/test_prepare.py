@@ -786,9 +786,10 @@ def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tree, capsys):
 def test_splits_of_a_local_dataset_are_never_mixed(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}-00000-of-00001.txt").write_text(split)
+    (tmp_path / "testing.txt").write_text("no split")
     with refusal("has files of train, valid; name those of one"):
         documents(tmp_path)
-    assert documents(tmp_path / "train*")[0] == ["train"]
+    assert documents(tmp_path / "t*")[0] == ["no split", "train"]
     part = {"name": f"{tmp_path}/train*"}
     problem = "split, config and revision are for the hub; name the files"
     with refusal(problem):

@@ -3,7 +3,7 @@ time, in fp64.
 
 Slow on purpose, and sharing nothing with losses.py. Probabilities are probabilities here, and a
 region's mass is a sum of them. Each objective takes z_s, z_t [N, V] fp64 and y [N] and returns [N];
-autograd gives the gradient.
+autograd gives the gradient. No setting has a default here.
 """
 
 import math
@@ -107,7 +107,7 @@ def standardized(z):
 
 
 @per_position
-def vanilla_kd(s, t, label, tau=0.5, t2_scaling=False, standardize=False):
+def vanilla_kd(s, t, label, tau, t2_scaling, standardize):
     if standardize:
         s = standardized(s)
         t = standardized(t)
@@ -116,16 +116,7 @@ def vanilla_kd(s, t, label, tau=0.5, t2_scaling=False, standardize=False):
 
 
 @per_position
-def pd(
-    s,
-    t,
-    label,
-    tau=0.5,
-    top_p=0.95,
-    top_k=50,
-    truncate_on="tempered",
-    temper_student=False,
-):
+def pd(s, t, label, tau, top_p, top_k, truncate_on, temper_student):
     p = softmax(t, tau if truncate_on == "tempered" else 1.0)
     kept = []
     total = 0.0
@@ -140,7 +131,7 @@ def pd(
     return kl(f, pick(p_s, kept))
 
 
-def atkd(z_s, z_t, y, tau=1.0, easy_weight=0.5):
+def atkd(z_s, z_t, y, tau, easy_weight):
     unc = {}
     tkd = {}
     dkd = {}
@@ -164,15 +155,7 @@ def atkd(z_s, z_t, y, tau=1.0, easy_weight=0.5):
 
 
 @per_position
-def rld(
-    s,
-    t,
-    label,
-    tau=1.0,
-    tau_conf=1.0,
-    alpha=1.0,
-    beta=1.0,
-):
+def rld(s, t, label, tau, tau_conf, alpha, beta):
     p_s = softmax(s, tau_conf)
     p_t = softmax(t, tau_conf)
     scd = pair_kl(max(p_t), p_s[label])
@@ -182,16 +165,7 @@ def rld(
 
 
 @per_position
-def ldrld(
-    s,
-    t,
-    label,
-    tau=1.0,
-    d=15,
-    alpha=1.0,
-    beta=1.0,
-    pair_reduction="mean",
-):
+def ldrld(s, t, label, tau, d, alpha, beta, pair_reduction):
     local = top(s, d)
     total = 0.0
     n = 0
@@ -209,15 +183,7 @@ def ldrld(
     return tau**2 * (alpha * total + beta * rest)
 
 
-def tad(
-    z_s,
-    z_t,
-    y,
-    tau=1.0,
-    top_k=10,
-    beta=2.0,
-    norm="sequence",
-):
+def tad(z_s, z_t, y, tau, top_k, beta, norm):
     d1 = {}
     d2 = {}
     alpha = {}
@@ -240,7 +206,7 @@ def tad(
 
 
 @per_position
-def bild(s, t, label, tau=3.0, top_k=8):
+def bild(s, t, label, tau, top_k):
     loss = 0.0
     for leader in (t, s):
         j = top(leader, top_k)
@@ -272,16 +238,17 @@ def alra_terms(
     z_s,
     z_t,
     y,
-    d_min=3,
-    d_max=25,
-    tau=1.0,
-    tau_p=1.0,
-    gamma=5.0,
-    eps=1e-6,
-    anchor="teacher",
-    pair="swpra",
-    budget="adaptive",
-    detach_weights=True,
+    d_min,
+    d_max,
+    tau,
+    tau_p,
+    gamma,
+    eps,
+    anchor,
+    pair,
+    budget,
+    detach_weights,
+    **_,
 ):
     """{u: the pieces of that position}, following Algorithm 1."""
     chosen = {}
@@ -334,17 +301,7 @@ def alra_terms(
     return pieces
 
 
-def alra(
-    z_s,
-    z_t,
-    y,
-    lambda_pair=1.0,
-    w_mass=1.0,
-    w_local=1.0,
-    w_rest=1.0,
-    coefficients="ald",
-    **settings,
-):
+def alra(z_s, z_t, y, lambda_pair, w_mass, w_local, w_rest, coefficients, **settings):
     losses = {}
     for u, t in alra_terms(z_s, z_t, y, **settings).items():
         local = w_local * t["local"]
@@ -357,12 +314,12 @@ def alra(
 
 
 @per_position
-def reverse_kl(s, t, label, tau=1.0):
+def reverse_kl(s, t, label, tau):
     return kl(softmax(s, tau), softmax(t, tau))
 
 
 @per_position
-def jsd(s, t, label, beta=0.5, tau=1.0):
+def jsd(s, t, label, beta, tau):
     p_s = softmax(s, tau)
     p_t = softmax(t, tau)
     if beta == 0:
@@ -379,7 +336,7 @@ def tvd(s, t, label):
 
 
 @per_position
-def dkd(s, t, label, tau=4.0, alpha=1.0, beta=8.0):
+def dkd(s, t, label, tau, alpha, beta):
     p_s = softmax(s, tau)
     p_t = softmax(t, tau)
     tckd = pair_kl(p_t[label], p_s[label])
@@ -388,22 +345,13 @@ def dkd(s, t, label, tau=4.0, alpha=1.0, beta=8.0):
 
 
 @per_position
-def mse_logits(s, t, label, center=False):
+def mse_logits(s, t, label, center):
     gap = [a - b for a, b in zip(s, t, strict=True)]
     mean = sum(gap) / len(gap) if center else 0.0
     return sum((g - mean) ** 2 for g in gap) / len(gap)
 
 
-def adakd(
-    z_s,
-    z_t,
-    y,
-    keep=0.5,
-    c=0.5,
-    rule="hellinger",
-    base="reverse",
-    detach_temperature=False,
-):
+def adakd(z_s, z_t, y, keep, c, rule, base, detach_temperature):
     valid = rows(z_s, z_t, y)
     if not valid:
         return gather(z_s, {})
@@ -432,7 +380,7 @@ def adakd(
     return gather(z_s, losses)
 
 
-def sekd(z_s, z_t, y, tau=2.0, keep=0.2):
+def sekd(z_s, z_t, y, tau, keep):
     valid = rows(z_s, z_t, y)
     if len(valid) < 3 and keep < 1:
         return gather(z_s, {})
@@ -449,24 +397,24 @@ def sekd(z_s, z_t, y, tau=2.0, keep=0.2):
 
 
 @per_position
-def bdl(s, t, label, lam=0.9):
+def bdl(s, t, label, lam):
     p_s = softmax(s)
     p_t = softmax(t)
     return kl(mixture(lam, p_s, p_t), mixture(lam, p_t, p_s))
 
 
 @per_position
-def skew_fkl(s, t, label, lam=0.1):
+def skew_fkl(s, t, label, lam):
     return kl(softmax(t), mixture(lam, softmax(t), softmax(s)))
 
 
 @per_position
-def skew_rkl(s, t, label, lam=0.1):
+def skew_rkl(s, t, label, lam):
     return kl(softmax(s), mixture(lam, softmax(s), softmax(t)))
 
 
 @per_position
-def abkd(s, t, label, alpha=0.2, beta=0.7):
+def abkd(s, t, label, alpha, beta):
     a = alpha
     b = beta
     c = a + b
@@ -488,7 +436,7 @@ def abkd(s, t, label, alpha=0.2, beta=0.7):
 
 
 @per_position
-def akl(s, t, label, mu=0.5):
+def akl(s, t, label, mu):
     q = softmax(s)
     p = softmax(t)
     error = [abs(a - b).item() for a, b in zip(p, q, strict=True)]
@@ -502,7 +450,7 @@ def akl(s, t, label, mu=0.5):
 
 
 @per_position
-def todi(s, t, label, tau=1.0):
+def todi(s, t, label, tau):
     loss = 0.0
     for q, p in zip(softmax(s, tau), softmax(t, tau), strict=True):
         w = (p / (p + q)).item()
@@ -513,7 +461,7 @@ def todi(s, t, label, tau=1.0):
 
 
 @per_position
-def taid(s, z, label, t=0.4):
+def taid(s, z, label, t):
     between = mixture(t, z, [x.detach() for x in s])
     return kl(softmax(between), softmax(s))
 

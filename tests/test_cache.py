@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,8 +32,8 @@ from tests.world import (
     write_text,
 )
 
-KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
-CACHED = KEYS | {"teacher_cache": True}
+FLAGS = "--methods=vanilla_kd,alra --shuffle=True --histogram_every_steps=2"
+CACHED = f"{FLAGS} --teacher_cache=True"
 CPU = torch.device("cpu")
 
 
@@ -67,10 +66,10 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
         assert not name.startswith(str(world)), "loaded"
         return load(name, torch.float32, CPU)
 
-    def results(name, **keys):
+    def results(name, flags):
         out = tmp_path / name
         forward.rows.clear()
-        assert train.distil(config(world, out, **keys)) == 0
+        assert train.distil(config(world, out, flags)) == 0
         n_rows.append(sum(forward.rows))
         with monkeypatch.context() as patch:
             if name != "plain":  # eval.py loads the two students alone
@@ -82,10 +81,10 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
         return students, read_jsonl(out / "teacher.jsonl"), tables
 
     n_rows = []
-    plain = results("plain", **KEYS)
-    assert results("stores", **CACHED) == plain
+    plain = results("plain", FLAGS)
+    assert results("stores", CACHED) == plain
     monkeypatch.setattr(preflight, "load_teacher", lambda *_: pytest.fail("loaded"))
-    assert results("reads", **CACHED) == plain
+    assert results("reads", CACHED) == plain
     assert n_rows[1:] == [24 + 7, 0]  # each row once
 
 
@@ -95,19 +94,18 @@ def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
         ids = preflight.open_data(config(world, "unused"), name).read(np.arange(n))
         write_rows(tmp_path / "a", name, ids=ids[:cut])
         write_rows(tmp_path / "b", name, ids=ids[cut:], seed=2)
-    one = KEYS | {"methods": "vanilla_kd"}
-    assert train.distil(config(world, tmp_path / "one", **one)) == 0
+    one = config(world, tmp_path / "one", f"{FLAGS} --methods=vanilla_kd")
+    assert train.distil(one) == 0
     out = tmp_path / "two"
-    keys = one | {"teacher_cache": True, "data_dir": f"{tmp_path}/a,{tmp_path}/b"}
+    two = f"{CACHED} --methods=vanilla_kd --data_dir={tmp_path}/a,{tmp_path}/b"
     for steps in (4, 6):
-        assert train.distil(config(world, out, max_steps=steps, **keys)) == 0
+        assert train.distil(config(world, out, two, max_steps=steps)) == 0
     assert final_bits(out, "vanilla_kd") == final_bits(tmp_path / "one", "vanilla_kd")
     assert len([*tmp_path.glob("a/teacher_*")]) == 3
     record = read_json(out / "vanilla_kd/run.json")["made_by"]
     assert (record["data_sha256"], record["val_sha256"]) == ("train1,train2", "val1,val2")
-    keys["data_dir"] = f"{tmp_path}/b,{tmp_path}/a"
     with refusal("data_sha256 was 'train1,train2', now 'train2,train1'"):
-        train.distil(config(world, out, **keys))
+        train.distil(config(world, out, f"{two} --data_dir={tmp_path}/b,{tmp_path}/a"))
 
 
 def states_of(cfg, load=True):
@@ -181,11 +179,11 @@ def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):
 
     monkeypatch.setattr(cache.States, "__init__", begin_and_remove)
     with refusal("states: cannot be written"):
-        cache.fill_cache(config(world, "unused", **CACHED))
+        cache.fill_cache(config(world, "unused", CACHED))
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
-    cfg = config(world, "unused", **CACHED)  # 24 rows, and 7 held-out ones
+    cfg = config(world, "unused", CACHED)  # 24 rows, and 7 held-out ones
     forward.limit = 5
     with pytest.raises(AssertionError):
         cache.fill_cache(cfg)
@@ -193,13 +191,6 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     cache.fill_cache(cfg)
     cache.fill_cache(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
-
-    # refused before hours of it, as by train.py
-    short = shutil.copytree(world / "teacher", world / "short") / "config.json"
-    text = re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text())
-    short.write_text(text)
-    with refusal("short supports 4 positions; set a smaller seq_len"):
-        cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 
 def fill_as(rank, port, argvs):
@@ -215,14 +206,16 @@ def fill_as(rank, port, argvs):
 
 @pytest.mark.slow
 def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
-    keys = {"methods": "alra", "max_steps": 25, "schedule_steps": 25, "micro_batch": 1}
-    keys |= {"teacher_cache": True, "repeat_rows": True}
+    text = (
+        "--methods=alra --max_steps=25 --schedule_steps=25 --micro_batch=1 --teacher_cache=True "
+        "--repeat_rows=True"
+    )
     worlds = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)]
-    argvs = [flags(folder, "unused", shard=n, **keys) for n, folder in enumerate(worlds, 1)]
+    argvs = [flags(folder, "unused", text, shard=n) for n, folder in enumerate(worlds, 1)]
     port = free_port()
     output = tmp_path / "output"
     processes = [start(fill_as, rank, port, argvs, out=output) for rank in range(2)]
-    cache.fill_cache(config(world, "unused", **keys))
+    cache.fill_cache(config(world, "unused", text))
     for process in processes:
         process.join(120)
         process.kill()  # or it would wait on
@@ -241,15 +234,17 @@ def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
     tmp_path,
     forward,
 ):
-    keys = {"val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none"}
-    keys |= {"source": write_text(tmp_path / "text.jsonl"), "data_dir": tmp_path / "data"}
-    keys |= {"student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}
+    text = (
+        f"--source={write_text(tmp_path / 'text.jsonl')} --val_share=0 --val_rows=5 "
+        "--n_documents=none --train_rows=none --student=16x1x2 --methods=tad --max_steps=2 "
+        "--teacher_cache=True"
+    )
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
-        argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(*kind), **keys)
+        argv = flags(tmp_path, tmp_path / str(n_files), text, teacher=make(*kind))
         assert prepare.main(argv) == 0
         assert cache.main(argv) == 0
         assert sum(forward.rows) == 8 + 5
-        assert len([*Path(keys["data_dir"]).glob("teacher_*")]) == n_files
+        assert len([*tmp_path.glob("data/teacher_*")]) == n_files
         forward.rows.clear()
         assert train.distil(configure.load(argv)) == 0
         assert not forward.rows

@@ -33,7 +33,6 @@ from study import compare, record
 from study import report as reports
 from tests import world
 from tests.world import ROOT, read_table, refusal
-from tools import plot
 
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
@@ -329,20 +328,6 @@ def test_a_broken_file_of_students_is_refused_and_kept(broken, tmp_path):
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("names", ["README.md", "README.md runs/a", "plan.json"])
-def test_a_folder_of_the_user_is_left_as_it_is(names, tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "run", None)
-    mine = dict.fromkeys(names.split(), '{"mine": 1}')
-    for name, text in mine.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for argv in ([], ["--report"]):
-        with refusal(r"has files, but no plan|plan\.json: (no|cannot)"):
-            compare.main(["config/demo.py", f"--out={tmp_path}", *argv])
-    files = [x for x in tmp_path.rglob("*") if x.is_file() and x.name != ".alra-lock"]
-    assert {str(x.relative_to(tmp_path)): x.read_text() for x in files} == mine
-
-
 def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
     cfg = world.config(tiny, tmp_path, methods="pd", val_max_rows=4)
     rows = np.arange(12, dtype=np.uint32).reshape(3, 4)
@@ -365,29 +350,6 @@ def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
 
 
 # --- flags
-
-REFUSALS = """
---seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
---out_dir=x => --out_dir=x: would have no effect; set --seeds=N or --out=FOLDER
---tunes=x => --tunes=x: no such key 'tunes'
---reference=vanila_kd => --reference=vanila_kd: expected one of alra
---tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.
---tune=alra.gamma=1,5 => --tune=alra.gamma=1,5: expected lr=RATE,RATE,.., and beside it METHOD.SETT
---tune=lr=0,1 => alra.lr=0.0: expected float more than 0
---tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_min=3, d_max=99999
---tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean alra?
---tad.beta=3 => settings of ['tad'], not among methods=('alra',)
---methods=alra,tad --tad.top_k=9999 => tad: top_k=9999
-"""
-
-
-@pytest.mark.parametrize(("argv", "message"), read_table(REFUSALS))
-def test_what_cannot_run_is_found_before_anything_starts(argv, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "run", None)
-    argv = ["config/demo.py", "--methods=alra", *argv.split(), f"--out={tmp_path}/out"]
-    with refusal(re.escape(message)):
-        compare.main(argv)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_study_with_a_key_that_is_none_is_refused_and_a_reference_makes_one_table(tmp_path):
@@ -715,18 +677,10 @@ def test_students_without_a_result_are_listed_and_left_out(tmp_path, quiet):
     assert "| alra | -1.5000 ± " in text
 
 
-def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
-    made_up(tmp_path, {"alra": [4.0, 3.5], "pd": [5.0]})
-    # settings as of alra
-    change_plan(tmp_path, lambda x: [x[0], x[0] | {"method": "alra@same"}, *x[2:]])
-    students = record.read_students(tmp_path)
-    trial = students[-1] | {"seed": 0, "name": "pd@t0"}
-    record.write_students(tmp_path, [*students, trial])
-    tables, _, others = report_of(tmp_path, Spec()).partition("## Other students on record")
-    assert "\n| alra@same | 4.0000 | " in tables
-    row = "| alra | lr 0.003, pair none, w_kd 0.5 | 0 | 0 | abc | def | 2 | 3.5000 | alra_s"
-    assert row in others
-    assert "| pd " not in others
+def test_methods_of_equal_settings_may_share_a_student(tmp_path, quiet):
+    made_up(tmp_path, {"alra": [4.0, 3.5]})
+    change_plan(tmp_path, lambda x: [x[0], x[0] | {"method": "alra@same"}])
+    assert "\n| alra@same | 4.0000 | " in report_of(tmp_path, Spec())
 
 
 def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, quiet):
@@ -736,24 +690,6 @@ def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, q
     assert "| alra | 2 | **5.0500 ± " in text
     change_plan(tmp_path, lambda x: [*x[:2], x[2] | {"seed": 3}, x[3] | {"seed": 4}])
     assert "| alra | – | – | – | – | – | – |" in report_of(tmp_path)
-
-
-def test_the_figure_of_a_report_has_the_means_over_seeds(tmp_path, monkeypatch):
-    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    students = record.read_students(tmp_path)
-    for x in students:
-        last = 3.5 if x["name"] == "alra_seed2" else 4.5
-        x["log"] = [
-            {"step": 1, "nominal_tokens": 32, "ce": 5.0 + x["seed"], "val_ce": 6.0},
-            {"step": 2, "ce": 4.0, "val_ce": last},
-        ]
-    record.write_students(tmp_path, students)
-    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
-    assert re.findall(r"\]\((.*)\)", report_of(tmp_path)) == ["curves.png"]
-    assert (tmp_path / "curves.png").stat().st_size
-    line, *_ = plot.plt.gcf().axes[1].get_lines()
-    assert [*map(tuple, line.get_xydata())] == [(32, 6.5), (64, 4.0)]
-    plot.plt.close("all")
 
 
 # --- the committed studies

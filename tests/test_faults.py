@@ -21,7 +21,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 import configure
@@ -52,10 +51,13 @@ val_max_rows = 4
 TRAIN = "train.py cfg.py"
 NEW = "train.py cfg.py --out_dir=new"
 HALF = "train.py cfg.py --out_dir=half"
+COMPARE = "study/compare.py cfg.py --methods=alra --out=new"
 PREPARE = "prepare.py cfg.py --data_dir=rows"
 GO_ON = "prepare.py cfg.py --data_dir=stopped"
 EVAL = "eval.py run/alra --tasks none --rows data --max_rows 4 --max_length 32 --device cpu"
 SCORE = "eval.py run/alra --tasks lambada_openai --data_dir items --max_length 32 --device cpu"
+PIQA = "eval.py run/alra --tasks=piqa --data_dir=items --any_items --max_length=32"
+STORIES = "eval.py run/alra --tasks=storycloze_2016 --data_dir=items --max_length=32"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
 BRANCH = f"{NEW} --methods=alra --resume_from={STEP}"
@@ -69,14 +71,6 @@ def shell(command):
     subprocess.run(command, shell=True, check=True)
 
 
-def tensor(name, key, new):
-    """Replace a tensor by an expression of x, which is what it was; None removes it."""
-    tensors = safetensors.torch.load(Path(name).read_bytes())
-    tensors[key] = eval(new, {"torch": torch, "x": tensors.get(key)})
-    tensors = {key: value for key, value in tensors.items() if value is not None}
-    safetensors.torch.save_file(tensors, name)
-
-
 def fill_rows(name, token):
     """Fill a rows file with one id; the manifest describes the new bytes."""
     file = Path(f"data/{name}.bin")
@@ -84,7 +78,7 @@ def fill_rows(name, token):
     world.edit(f"data/{name}.json", f'quick_sha256="{quick_hash(file)}"')
 
 
-CHANGES = {"set": world.edit, "tensor": tensor, "fill": fill_rows}
+CHANGES = {"set": world.edit, "tensor": world.tensor, "fill": fill_rows}
 
 
 def apply(causes):
@@ -149,6 +143,30 @@ nowhere.py => nowhere.py: no such config file
 --val_share=0.1 => val_rows=5 with val_share=0.1
 --out_dir=cfg.py => cfg.py
 --resume_from=half/alra => resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch
+--zzzz=1 => --zzzz=1: no such key 'zzzz'; a method's
+--learning-rate=1 => no such key 'learning-rate', did you mean lr\? --help
+--kd=1 => no such key 'kd', did you mean methods=vanilla_kd\?
+--epochs=1 => no such key 'epochs', did you mean max_steps with repeat_rows\?
+--steps=1 => no such key 'steps', did you mean max_steps with
+--temperature=1 => no such key 'temperature', did you mean METHOD.tau
+--resume=1 => no such key 'resume', did you mean the same command again
+--perplexity=1 => no such key 'perplexity', did you mean exp\(CE\)
+--batch_size=1 => no such key 'batch_size', did you mean batch_rows\?
+--dropout=1 => no such key 'dropout'; a method's
+--minillm=1 => no such key 'minillm'; a method's
+--anchor=top => --anchor=top: no such key 'anchor'
+--alra.gamma => --alra.gamma: expected --alra.gamma=VALUE
+--max_steps=1.5 => max_steps=1.5: expected int
+--seed=18446744073709551616 => seed=18446744073709551616: expected int 0 or more, below 2\*\*53
+--out_dir= => out_dir='': expected a value
+--alra.gama=3 => alra takes no gama; it takes
+--methods=arla => no such method 'arla', did you mean alra\?
+--compile=1 => compile=1: expected bool
+--seed=True => seed=True: expected int
+--dtype=int8 => dtype='int8': expected 'auto' or 'float32' or 'bfloat16'
+--methods=alra@a,alra@a => duplicate 'alra@a'
+--alra@g1.lr=fast => alra@g1.lr='fast': expected float more than 0
+cfgg.py => cfgg.py: no such config file \(\*.py\), did you mean cfg.py\?
 """
 SMALLER = (
     "set run/alra/model/config.json vocab_size=99 "
@@ -164,11 +182,19 @@ COMMANDS = rf"""
 {TRAIN} --out_dir=run/alra => out_dir=run/alra: its run.json is of alra; choose another
 {HALF} --methods=alra => out_dir=half: its run.json is of pretrain,alra; choose
 {BRANCH} --batch_rows=8 => resume_from={STEP}: batch_rows was 4, now 8; expected the same
+train.py => no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help
 {EVAL} --out cfg.py => cfg.py
 {EVAL} --max_rows 0 => --max_rows 0: expected at least 1
 {EVAL} --tasks lambada => --tasks: no .'lambada'. in the heldout set, which has .*lambada_op
+{EVAL} --skip_rows=11 => --skip_rows 11: data has 5 held-out rows
+eval.py teacher --tasks=none --out=run/alra => nothing to score; name a folder with val.bin
+eval.py run/gone => run/gone: no such folder
+eval.py run/run.json => run/run.json: expected out/NAME
+eval.py run/alra --limit=1 => --limit 1: expected at least 2
+eval.py run/alra --tasks=winogrande --split=validation => no .'winogrande'. in the validation
 eval.py --table nowhere => nowhere
-tools/plot.py nowhere => nowhere
+tools/plot.py nowhere => nowhere: no log.jsonl with entries; expected a run's folder
+tools/plot.py run nowhere => nowhere: no log.jsonl with entries; expected a run's folder
 tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --temperature=nan => --temperature=nan: expected float 0 or more
 {SAMPLE} --seed=18446744073709551616 => --seed=18446744073709551616: expected int
@@ -179,6 +205,14 @@ run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
+{PREPARE} --source=./x => source=./x: no such file
+{PREPARE} --source=/no/where => source=/no/where: no such file
+{PREPARE} --source=~/x => source=~/x: no such file
+{PREPARE} --source=~unknown/x => source=~unknown/x: no such file
+{PREPARE} --source=a/b/c => source=a/b/c: no such file
+{PREPARE} --source=a/x.parquet => source=a/x.parquet: no such file
+{PREPARE} --source=x* => source=x\*: no such file
+{PREPARE} --source=pyhton => source=pyhton: cannot be used .*; expected a file or a hub dataset
 {PREPARE} --source=cfg.py => cfg.py
 {PREPARE} --teacher=none => tokenizer=None, teacher=None
 {PREPARE} --val_rows=1000 => leave no row for train
@@ -186,6 +220,17 @@ run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=text:0.7,b => expected a share above 0
 {PREPARE} --source=text:0,b:1 => expected a share above 0
 {PREPARE} --source=text:0.0,b:.5 => expected a share above 0
+{COMPARE} --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
+{COMPARE} --out_dir=x => --out_dir=x: would have no effect; set --seeds=N or --out=FOLDER
+{COMPARE} --tunes=x => --tunes=x: no such key 'tunes'
+{COMPARE} --reference=vanila_kd => --reference=vanila_kd: expected one of alra
+{COMPARE} --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SET
+{COMPARE} --tune=alra.gamma=1,5 => --tune=alra.gamma=1,5: expected lr=RATE,RATE,.., and beside it M
+{COMPARE} --tune=lr=0,1 => alra.lr=0.0: expected float more than 0
+{COMPARE} --tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_min=3, d_max=99999
+{COMPARE} --tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean alra\?
+{COMPARE} --tad.beta=3 => settings of \['tad'\], not among methods=\('alra',\)
+{COMPARE} --methods=alra,tad --tad.top_k=9999 => tad: top_k=9999
 {NEW} --max_steps=5000 --schedule_steps=5000 => max_steps=5000: needs 20,000 rows, data has (\d+); \
 set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True
 {TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9 => \
@@ -221,6 +266,8 @@ tokenizer teacher: not the one that data was prepared with
 {NEW} => fill train 259 => data/train.bin: an id beyond the vocabulary of 259
 {NEW} => echo {{ > teacher/config.json => teacher.*: cannot be used
 {NEW} => echo {{}} > teacher/config.json => teacher.*: .*model_type
+{NEW} => echo '{{"model_type": "t5"}}' > teacher/config.json => teacher: t5 is an encoder-decoder
+{NEW} => echo '{{"model_type": "vit"}}' > teacher/config.json => teacher: vit has no vocabulary
 {NEW} => set student/config.json vocab_size=100 => \
 student=student: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => set teacher/config.json vocab_size=100 => \
@@ -238,6 +285,10 @@ teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => tensor {WEIGHTS} {NORM} x.int() => \
 {WEIGHTS}: {NORM} is I32; expected weights that are not quantized
 {NEW} => tensor {WEIGHTS} {NORM} x.to(torch.float8_e4m3fn) => {WEIGHTS}: {NORM} is F8_E4M3
+{NEW} => tensor {WEIGHTS} lm_head.weight torch.ones(259,12) => \
+teacher: lm_head.weight differs from the embedding
+{NEW} => tensor {WEIGHTS} model.layers.0.self_attn.o_proj.bias torch.ones(12) => \
+{WEIGHTS}: model.layers.0.self_attn.o_proj.bias: expected no such tensor
 {NEW} => set teacher/config.json rope_scaling={{"rope_type":"llama3","factor":2}} => \
 teacher/config.json: cannot be used .*low_freq_factor
 {NEW} => set teacher/config.json quantization_config={{"bits":4}} => \
@@ -265,6 +316,7 @@ teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 {BRANCH[:-1]}4 => mv {STEP} {STEP[:-1]}4 => its name is not that of step 3
 {EVAL} => tensor {MODEL} {NORM} x*float("nan") => {NORM} .*finite
 {EVAL} => fill val 1000 => data/val.bin: .*id
+{EVAL} => fill val 4294967295 => the chosen held-out rows have no targets; choose others
 {SAMPLE} => {SMALLER} => vocabulary of 99, but the tokenizer has 257
 prepare.py --verify data => truncate -s -4 data/train.bin => \
 data/train.bin: [0-9,]+ bytes, expected .*prepare it again
@@ -290,6 +342,18 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {EVAL} => rm data/val.bin => data: no val.bin
 {SCORE} => echo {{ > {ITEMS} => lambada_openai
 {SCORE} => echo [1] > {ITEMS} => lambada_openai
+{PIQA} => : => piqa: no items/piqa/validation.jsonl and no folder items/baber/piqa
+{PIQA} => mkdir items/piqa; : > items/piqa/validation.jsonl => items/piqa/validation.jsonl: no rows
+{PIQA} => mkdir items/piqa; printf '{{"goal": "\351"}}\n' > items/piqa/validation.jsonl => \
+items/piqa/validation.jsonl: cannot be used .UnicodeDecodeError
+{PIQA} => mkdir items/piqa; printf '{{"goal": "a"}}\n{{\n' > items/piqa/validation.jsonl => \
+items/piqa/validation.jsonl, line 2: cannot be used .JSONDecodeError
+{PIQA} => mkdir items/piqa; echo [1] > items/piqa/validation.jsonl => \
+items/piqa/validation.jsonl, item 0: cannot be used .TypeError
+{STORIES} => : => storycloze_2016: its authors give the items out on request
+{STORIES} --storycloze=a.csv => : => --storycloze a.csv: no such file
+{STORIES} --storycloze=a.xml => echo x > a.xml => a.xml: expected one of .jsonl, .csv
+{STORIES} --storycloze=a.csv => printf 'InputSentence1\n\351\n' > a.csv => a.csv: cannot be used
 {SAMPLE} => echo {{ > run/alra/run.json => run/alra/run.json: cannot be used
 {GO_ON} => echo {{ > stopped/prepare.state => stopped/prepare.state: cannot be used
 {GO_ON} => echo {{}} > stopped/prepare.state => stopped/prepare.state: no ..?recipe..?
@@ -304,6 +368,10 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {PREPARE} bad.py => echo 'hyper = {{"arla": {{"a": 3}}}}' > bad.py => 'arla', did you mean alra\?
 {NEW} bad.py => printf "import nowhere" > bad.py => does not run: ModuleNotFoundError
 {NEW} bad.py => printf "lr = '\377'" > bad.py => does not run
+{NEW} bad.py => echo "lr = '1e-3'" > bad.py => lr='1e-3': expected float
+{NEW} bad.py => printf "def lr():\n    return 1\n" > bad.py => lr=<function
+{NEW} bad.py => echo "methods = ('alra', 3)" > bad.py => methods=\('alra', 3\): expected names
+{NEW} bad.py => echo "hyper = {{'alra': 3}}" > bad.py => hyper\['alra'\]=3: expected a dict of set
 {PREPARE} --source=a.jsonl => echo {{ > a.jsonl => a.jsonl
 {PREPARE} --source=e.jsonl => : > e.jsonl => e.jsonl
 {PREPARE} --source=e.jsonl.gz => : > e.jsonl.gz => e.jsonl.gz: .*it is empty
@@ -311,6 +379,49 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {PREPARE} --source=e.txt --seq_len=1 --val_rows=0 => : > e.txt => no row has two tokens
 {PREPARE} --source=f.jsonl.zst => printf %99s > f.jsonl.zst => f.jsonl.zst
 {PREPARE} --source=g.parquet => printf %99s > g.parquet => g.parquet
+{PREPARE} --source=h.jsonl => printf '{{"text": "a"}}\n{{"content": "a"}}\n' > h.jsonl => \
+h.jsonl, record 2: .* no 'text'; source_text names
+{PREPARE} --source=h.jsonl => echo [1] > h.jsonl => \
+h.jsonl, record 1: .*expected a JSON object on each line, got \[1\]
+{PREPARE} --source=h.jsonl => printf '[\n{{"text": "a"}}]\n' > h.jsonl => \
+h.jsonl, record 1: .*expected a JSON object .*got \[
+{PREPARE} --source=h.jsonl => printf '{{"text": "a"}}\n{{"text":' > h.jsonl; \
+head -c 200000 /dev/zero | tr '\0' '[' >> h.jsonl => h.jsonl, record 2: cannot be read
+{PREPARE} --source=h.JSONL => printf '{{"text": "a"}}\n{{"text": null}}\n' > h.JSONL => \
+h.JSONL, record 2: cannot be read: expected string .*None
+{PREPARE} --source=h.jsonl => printf '{{"text": "\355\240\275\355\271\202"}}' > h.jsonl => \
+h.jsonl, record 1: .*'utf-8' codec .* 0xed
+{PREPARE} --source=h.txt => printf '\377\376a\0' > h.txt => \
+h.txt, record 1: cannot be read: 'utf-8' codec
+{PREPARE} --source=h.txt => printf 'a\0 \0b\0' > h.txt => \
+h.txt, record 1: cannot be read: contains NUL, as UTF-16
+{PREPARE} --source=h.jsonl => printf '\0{{\0"\0t\0e\0x\0t\0"\0:\0"\0a\0"\0}}\0\n' > h.jsonl => \
+h.jsonl, record 1: .*contains NUL, as UTF-16
+{PREPARE} => ln -s a.jsonl text/c.jsonl => source=text: .* hold one text; keep one of them
+{PREPARE} => ln text/a.jsonl text/c.jsonl => c.jsonl hold one text; keep one of them
+{PREPARE} => touch text/c.jsonl text/c.jsonl.gz => c.jsonl.gz hold one text; keep one of them
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin.tmp => \
+b: contains \['train.bin.tmp'\], not of prepare.py
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.bin.tmp => b: contains \['val.bin.tmp'\]
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin => b: contains \['train.bin'\]
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.bin => b: contains \['val.bin'\]
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.json => b: contains \['val.json'\]
+prepare.py cfg.py --data_dir=b --val_rows=1000 => mkdir b; echo > b/other.tmp => leave no row
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json eos_token="</s>" => \
+lacks its eos_token '</s>'
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json eos_token="a" => \
+a text contains its eos_token
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer.json \
+normalizer={{"type":"Prepend","prepend":"x"}} => document 0: text/a.jsonl, record 1: .*adds 'x' to
+{PREPARE} --tokenizer=other => \
+{OTHER}/tokenizer.json decoder={{"type":"WordPiece","prefix":"##","cleanup":true}} => \
+tokenizer: decoder .'WordPiece'.: expected a byte-level one
+{PREPARE} bad.py => echo 'source = [{{"name": "text/a.jsonl", "share": 0}}, \
+{{"name": "text/b.jsonl", "share": 1}}]' > bad.py => share=0.0: expected float more than 0
+{PREPARE} bad.py => echo 'source = [{{"name": "text", "txt": "x"}}]' > bad.py => \
+unexpected keyword argument 'source_txt'.*; expected name, share; text, con
+{PREPARE} bad.py => echo 'source = [{{"name": "text", "text": 3}}]' > bad.py => \
+source_text=3: expected str
 {NEW} => set data/val.json tokenizer_sha256="x" => data: tokenizer_sha256 differs in train.json
 {NEW} => set data/val.json eos_id=3 => data: eos_id differs in train.json and val.json
 {NEW} => set data/val.json bos=3 => data: bos differs in train.json and val.json
@@ -323,9 +434,14 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
 {NEW} => set teacher/config.json rope_scaling="x" => teacher/config.json:
 {NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000: expected
+{NEW} => cd teacher; echo 'raise SystemExit("ran")' > mine.py; \
+echo '{{"model_type": "mine", "auto_map": {{"AutoConfig": "mine.Mine"}}}}' > config.json => \
+contains custom code
 {HALF} => sed -i '2a x' half/alra/log.jsonl => half/alra/log.jsonl, line 3: cannot be used
 {HALF} => : > half/run.json => half/run.json: cannot be used
 {NEW} => chmod 0 {WEIGHTS} => {WEIGHTS}: .*Permission denied
+run/cache.py cfg.py => set teacher/config.json max_position_embeddings=8 => \
+seq_len=16: teacher=teacher supports 8 positions; set a smaller seq_len
 {NEW} => chmod 0 teacher => teacher/config.json: Permission denied
 {NEW} => chmod 0 data/train.bin => data/train.bin: Permission denied
 {NEW} => chmod 0 data/train.json => data/train.json: cannot be used .Perm
@@ -338,14 +454,46 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {EVAL} => chmod 500 run/alra; chmod 400 run/alra/* => run/alra
 prepare.py --verify data => chmod 0 data/val.bin => data/val.bin: Permission denied
 tools/plot.py run --out=data/new => chmod 500 data => data/new.*Permission denied
+tools/plot.py begun => mkdir -p begun/alra; : > begun/alra/log.jsonl => \
+begun: no log.jsonl with entries; expected a run's folder
+tools/plot.py run/pretrain --text=x => : => run/pretrain: expected a student of ALRA
+tools/plot.py run/alra --text=x => set run/alra/run.json made_by.teacher_sha256="x" => \
+teacher: its content has changed since the student was trained
 {NEW} => mkdir new; ln -s ../cfg.py new/.alra-lock => new/.alra-lock: is a link to
 {NEW} => mkdir new; ln cfg.py new/.alra-lock => new/.alra-lock: is a link to
+{COMPARE} => mkdir new; echo mine > new/README.md => new: has files, but no plan.json; set --out to
+{COMPARE} => mkdir -p new/runs; touch new/README.md new/runs/a => new: has files, but no plan.json
+{COMPARE} => mkdir new; echo '{{"mine": 1}}' > new/plan.json => new/plan.json: no ..?config
+{COMPARE} --report => mkdir new; echo mine > new/README.md => new/plan.json: cannot be used
+{COMPARE} --report => mkdir new; echo '{{"mine": 1}}' > new/plan.json => new/plan.json: no ..?config
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
 {BRANCH} => set {STEP}/state.json files_sha256={{}} => state.json: files_sha256: no
 {BRANCH} => set {STEP}/state.json made_by.tokenizer_sha256="x" => tokenizer_sha256 was 'x'
 {BRANCH} => set {STEP}/state.json sums={{"ce":"x"}} => state.json: sums: ce='x': expected
 {SAMPLE} => set run/alra/run.json bos="x" => run/alra/run.json: bos='x': expected int
 {EVAL} => set run/alra/run.json seed=null => run/alra/run.json: seed=None: expected int
+eval.py run/alra => cd run/alra; rm -r model checkpoints => \
+run/alra: no model/ in it, and no checkpoint; has its training begun
+eval.py run --tasks=none => set run/alra/run.json config.data_dir="elsewhere" => \
+data_dir: data in one run, elsewhere in another; score them apart, or set --rows
+eval.py run/alra --tasks=none => set run/alra/run.json made_by.val_sha256="x" => \
+data: its content has changed since the student was trained
+{EVAL} => set run/alra/run.json made_by.teacher_sha256="x" => \
+teacher: its content has changed since the student was trained
+{EVAL} => set data/val.json tokenizer_sha256="x" => \
+data: rows of another tokenizer than that of run/alra
+{EVAL} => set run/alra/model/config.json rope_theta=2e4 => its model/ is not the one that run
+{EVAL} => set run/alra/run.json made_by.code.model="x" made_by.code.update="x" => \
+run/alra: the decoder was edited since its training: model; --accept_edits
+{EVAL} --teacher other => {OTHER}/config.json vocab_size=99 => \
+teacher=other: vocabulary of 99, but the tokenizer has 257
+{EVAL} --teacher other => {OTHER}/config.json vocab_size=258 then \
+tensor other/model.safetensors model.embed_tokens.weight x[:258].clone() => \
+other: vocabulary of 258, expected at least 259
+eval.py other --tasks=none --rows=data --teacher=none --out=run/alra => {SHORT} => \
+data: rows of 16 inputs, other takes 8 at most
+{SCORE} => echo '{{"text": "a b"}}' > {ITEMS} => \
+{ITEMS}: 1 items that are not .*of lambada_openai \(sha256 \w+, expected 61497177db7e\); --any_items
 prepare.py --verify data => set data/train.json sha256="x" => train.bin: sha256 is
 """
 CASES = [(f"{NEW} {flag}", ":", message) for flag, message in world.read_table(FLAGS)]

@@ -199,15 +199,6 @@ def test_backward_runs_once():
         loss.backward()
 
 
-def test_without_a_label_gradients_are_zero():
-    *inputs, y = case()
-    y = torch.full_like(y, IGNORE)
-    loss, terms, *gradients = run(fused, *inputs, y, "alra")
-    assert loss == 0
-    assert not any(terms.values())
-    assert not any(gradient.any() for gradient in gradients)
-
-
 def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     shapes = []
     mm = head.mm

@@ -205,31 +205,31 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
     """Its helper is edited half-way, and after the end. The message names three ways on."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def go(text, out, **keys):
+    def go(text, out, flags=""):
         sys.modules.pop("mine", None)
         clear_caches()
         (tmp_path / "mine.py").write_text(text)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         monkeypatch.setitem(METHODS, "mine", Method(importlib.import_module("mine").mine))
-        return train.distil(config(tiny, tmp_path / out, methods="mine", **keys))
+        return train.distil(config(tiny, tmp_path / out, f"--methods=mine {flags}"))
 
     edited = MINE.replace("square()", "abs()")
-    assert go(MINE, "a", max_steps=3) == 0
+    assert go(MINE, "a", "--max_steps=3") == 0
     problem = (
         r"a different run \(mine: edited since: mine\); choose another out_dir; "
         ".*--resume_from=.* --student_weights.* --accept_edits=True"
     )
     for steps in (6, 3):
         with refusal(problem):
-            go(edited, "a", max_steps=steps)
-    assert go("# a comment\n" + MINE, "a", max_steps=4) == 0
-    assert go(edited, "a", accept_edits=True) == 0 and len(records(tmp_path / "a", "mine")) == 7
+            go(edited, "a", f"--max_steps={steps}")
+    assert go(f"# a comment\n{MINE}", "a", "--max_steps=4") == 0
+    assert go(edited, "a", "--accept_edits=True") == 0
+    assert len(records(tmp_path / "a", "mine")) == 7
     assert "mine: accepted edits; edited since: mine" in printed()
     facts = read_json(tmp_path / "a/run.json")
     assert facts["accepted_edits"] == {"mine": "edited since: mine"}
-    keys = {"methods": "mine", "max_steps": 1}
-    keys["student_weights"] = tmp_path / "a/mine/checkpoints/step_00000006"
-    cfg = config(tiny, tmp_path / "b", **keys)  # the second way on
+    weights = f"--student_weights={tmp_path}/a/mine/checkpoints/step_00000006"
+    cfg = config(tiny, tmp_path / "b", f"--methods=mine --max_steps=1 {weights}")  # the second way
     assert train.distil(cfg) == 0
     monkeypatch.setitem(METHODS, "mine", METHODS["mine"]._replace(w_ce=0.5))
     with refusal(r"mine: hyper.w_ce was 0.0, now 0.5"):
@@ -239,21 +239,22 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
 def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     """A decay from the middle of a constant rate: as if the run had gone on so, also resumed."""
 
-    def go(out, **keys):
-        assert train.distil(config(tiny, tmp_path / out, **keys)) == 0
+    def go(out, flags):
+        assert train.distil(config(tiny, tmp_path / out, flags)) == 0
 
-    keys = {"methods": "vanilla_kd", "lr_schedule": "constant", "warmup_steps": 1}
-    go("base", **keys, keep_checkpoints=9)
-    branch = keys | {"lr_schedule": "wsd", "decay_share": 1 / 3}  # step 4: the first that decays
-    cfg = config(tiny, "unused", **branch)
+    plain = "--methods=vanilla_kd --warmup_steps=1 --lr_schedule=constant"
+    go("base", f"{plain} --keep_checkpoints=9")
+    # step 4: the first that decays
+    branch = f"--methods=vanilla_kd --warmup_steps=1 --lr_schedule=wsd --decay_share={1 / 3}"
+    cfg = config(tiny, "unused", branch)
     rates = [train.learning_rate(step, cfg) for step in (3, 4)]
     assert rates == [1e-2, pytest.approx(6e-5 + (1e-2 - 6e-5) / 2)]
-    branch["resume_from"] = tmp_path / "base/vanilla_kd/checkpoints/step_00000004"
+    branch += f" --resume_from={tmp_path}/base/vanilla_kd/checkpoints/step_00000004"
     rates = [1e-2, 1e-2, 1e-2, 1e-2, 5e-3, 1e-3]
     monkeypatch.setattr(train, "learning_rate", lambda step, cfg: rates[step])
-    go("whole", **keys)
-    go("branch", **branch, max_steps=5)
-    go("branch", **branch)
+    go("whole", plain)
+    go("branch", f"{branch} --max_steps=5")
+    go("branch", branch)
     bits = [final_bits(tmp_path / out, "vanilla_kd") for out in ("whole", "branch")]
     assert bits[0] == bits[1]
     lines = records(tmp_path / "branch", "vanilla_kd")
@@ -269,33 +270,30 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
 
     def watched(rows, index, device):
         if rows.file.endswith("train.bin"):
-            read.extend((rows.file, *index.tolist()))
+            read.extend(index.tolist())
         return batch(rows, index, device)
 
-    def go(out, **keys):
+    def go(out, flags):
         read.clear()
-        keys = {"methods": "vanilla_kd", "lr_schedule": "constant", "warmup_steps": 1} | keys
-        keys |= {"shuffle": False, "val_every_steps": 99, "histogram_every_steps": None}
-        assert train.distil(config(tiny, tmp_path / out, **keys)) == 0
-        return [index for index in read if index != keys.get("data_dir")]
+        assert train.distil(config(tiny, tmp_path / out, f"{plain} {flags}")) == 0
+        return read.copy()
 
+    plain = "--methods=vanilla_kd --lr_schedule=constant --warmup_steps=1 --val_every_steps=99"
     monkeypatch.setattr(preflight.Rows, "batch", watched)
-    go("base", max_steps=4)
+    go("base", "--max_steps=4")
     data = tmp_path / "data"
     shutil.copytree(tiny / "data", data)
     world.write_rows(data, "train", 9, seed=5)  # two updates of four rows
-    checkpoint = tmp_path / "base/vanilla_kd/checkpoints/step_00000004"
-    keys = {"resume_from": checkpoint, "data_dir": data}
+    place = f"--data_dir={data} --resume_from={tmp_path}"
+    branch = f"{place}/base/vanilla_kd/checkpoints/step_00000004"
     with refusal("max_steps=7: needs 12 rows, .* has 9; set --max_steps=6 "):
-        go("branch", max_steps=7, schedule_steps=9, **keys)
-    rows = go("branch", max_steps=5, **keys)
-    rows += go("branch", max_steps=6, **keys)
-    assert [index for index in rows if isinstance(index, int)] == [*range(8)]
+        go("branch", f"{branch} --max_steps=7 --schedule_steps=9")
+    rows = go("branch", f"{branch} --max_steps=5")
+    assert rows + go("branch", branch) == [*range(8)]
     assert "2 updates of 4 rows are 0.89 passes over 9 rows" in printed()
-    keys["resume_from"] = tmp_path / "branch/vanilla_kd/checkpoints/step_00000006"
-    rows = go("again", max_steps=7, schedule_steps=9, repeat_rows=True, **keys)
-    assert [index for index in rows if isinstance(index, int)] == [8, 0, 1, 2]
-    cfg = config(tiny, tmp_path / "cached", **{"methods": "vanilla_kd", "max_steps": 5} | keys)
+    again = f"{place}/branch/vanilla_kd/checkpoints/step_00000006 --schedule_steps=9"
+    assert go("again", f"{again} --max_steps=7 --repeat_rows=True") == [8, 0, 1, 2]
+    cfg = config(tiny, tmp_path / "cached", f"{plain} {again} --max_steps=5")
     rows = preflight.open_data(cfg, "train")
     index, _ = cache.rows_of_run(cfg, rows, preflight.open_data(cfg, "val")).values()
     assert index.tolist() == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib import metrics, stats
+from lib import metrics
 from lib.stats import half_interval
 from lib.vocab import IGNORE
 from model import Qwen2Config
@@ -106,25 +106,6 @@ def test_figures_equal_plain_loops(student, teacher, batch):
     assert figures == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_interval_takes_documents_as_independent(monkeypatch):
-    """It is that of leaving one out at a time, the jackknife."""
-    monkeypatch.setattr(stats, "MIN_PARTS", 2)
-    n = np.array([7, 1, 5, 3])
-    ce = n * np.random.default_rng(0).normal(3.0, 1.0, len(n))
-    left_out = (ce.sum() - ce) / (n.sum() - n)
-    variance = (len(n) - 1) / len(n) * np.square(left_out - ce.sum() / n.sum()).sum()
-    assert half_interval(ce, n) == pytest.approx(3.182446 * math.sqrt(variance), rel=1e-6)
-
-
-def test_an_interval_of_equal_documents_is_students(monkeypatch):
-    """Documents of equal length give the t interval of their means; empty ones do not count."""
-    monkeypatch.setattr(stats, "MIN_PARTS", 2)
-    x = np.array([1.0, 2.0, 4.0])
-    half = half_interval(5 * x, np.array([5, 5, 5]))
-    assert half == pytest.approx(4.30265 * np.std(x, ddof=1) / math.sqrt(3), rel=1e-5)
-    assert math.isnan(half_interval(x, np.array([0, 5, 0])))
-
-
 def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, batch):
     other = make_model(STUDENT, 8, 7.0)
     (alone,) = sums_of([student], teacher, batch)
@@ -203,8 +184,9 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, n_casts, monkeypatch)
 
 @pytest.mark.parametrize(("n_documents", "has_one"), [(1, False), (4, False), (5, True)])
 def test_few_documents_have_no_interval(n_documents, has_one):
-    n = np.full(n_documents, 9)
-    assert math.isfinite(half_interval(n * 2.0 + np.arange(n_documents), n)) == has_one
+    """One without a target does not count."""
+    n = np.array([0, *[9] * n_documents])
+    assert math.isfinite(half_interval(n * 2.0 + np.arange(len(n)), n)) == has_one
 
 
 def say_tables():

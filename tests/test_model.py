@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -24,12 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import lib.torch_setup
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
-from lib.tokens import leading_bos
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
-from tools import bench, sample
+from tools import bench
 
 STORIES = SHARED / "data/stories260k"
 QWEN = SHARED / "data/qwen1.5-1.8b"
@@ -131,19 +129,10 @@ def test_the_teachers_preset_is_the_teachers_config():
 
 def test_students_come_from_the_seed_alone():
     torch.manual_seed(99)
-    model = init_student(SMALL, seed=1234)
-    torch.rand(7)
-    assert weights_hash(model) == weights_hash(init_student(SMALL, seed=1234))
-    assert weights_hash(model) != weights_hash(init_student(SMALL, seed=5))
-    for name, p in model.named_parameters():
-        if p.ndim == 1:
-            assert (p == (0.0 if name.endswith("bias") else 1.0)).all()
     demo = init_student("demo", seed=1234)
-    weights = torch.cat([p.flatten() for p in demo.parameters() if p.ndim == 2])
-    assert abs(weights.std() - 0.02) < 1e-4
-    assert abs(weights.mean()) < 1e-4
     # A change of torch or of the drawing order would silently change every student.
     assert weights_hash(demo)[:16] == "398701d126de2c6d"
+    assert weights_hash(demo) != weights_hash(init_student("demo", seed=5))
 
 
 def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
@@ -154,30 +143,15 @@ def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
     assert weights_hash(load(folder)) == weights_hash(random_model(SMALL))
 
 
-def edit_weights(folder, edit):
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    edit(tensors)
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-
-
 def refuse(folder, message):
     with refusal(re.escape(message)):
         load(folder)
 
 
-def test_a_second_head_and_a_bias_of_the_output_are_read_only_where_they_change_nothing(
-    folder, tmp_path
-):
-    head = "lm_head.weight"
-    edit_weights(folder, lambda t: t.update({head: t["model.embed_tokens.weight"].clone()}))
+def test_a_second_head_is_read_where_it_changes_nothing(folder):
+    file = folder / "model.safetensors"
+    world.tensor(file, "lm_head.weight", 't["model.embed_tokens.weight"].clone()')
     load(folder)
-    edit_weights(folder, lambda t: t.update({head: t[head] + 1}))
-    refuse(folder, "lm_head.weight differs from the embedding")
-    init_student(SMALL).save_pretrained(tmp_path / "b", with_qwens_splits())
-    bias = "model.layers.1.self_attn.o_proj.bias"  # a llama has it
-    edit_weights(tmp_path / "b", lambda t: t[bias].fill_(1e-3))
-    refuse(tmp_path / "b", f"{bias}: expected no such tensor")
 
 
 OTHERS = """
@@ -354,26 +328,6 @@ def assert_read_as_ours(folder):
     x = torch.tensor([x[:97]])
     assert_close(load(folder)(x), model(x).logits, rtol=1e-5, atol=1e-5)
     return ours
-
-
-def test_a_sample_begins_as_the_documents_of_its_training_did(tmp_path, monkeypatch, printed):
-    tokenizer = with_qwens_splits(bos="<s>")
-    student = init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307))
-    student.save_pretrained(tmp_path / "alra/model", tokenizer)
-    bos = tokenizer.convert_tokens_to_ids("<s>")
-    assert leading_bos(tokenizer) == bos
-    ids = tokenizer.encode("if x", add_special_tokens=False)
-    generate = mock.Mock(side_effect=lambda model, prompt, *_: prompt)
-    monkeypatch.setattr(sample, "generate", generate)
-    facts = {"method": "alra", "student": "tiny", "seed": 1, "step": 1, "overrides": {}}
-    facts |= {"config": {}, "made_by": {"code": {}, "shape": {}}}
-    for run, first in ((None, bos), ({"bos": bos}, bos), ({"bos": None}, tokenizer.eos_token_id)):
-        if run:
-            write_json(tmp_path / "alra/run.json", facts | run)
-        for name in ("alra", "alra/model"):
-            sample.main([str(tmp_path / name), "--prompt", "if x"])
-            assert generate.call_args.args[1] == [first, *ids]
-        assert printed() == "if x\n" * 2
 
 
 def test_transformers_reads_the_demos_teacher_as_we_do():

@@ -7,13 +7,11 @@ import math
 import re
 import shutil
 
-import pandas as pd
 import pytest
 
 import configure
 from lib import tasks
 from lib.files import append_line, read_json, read_lines, write_json, write_lines
-from lib.stats import FIGURES
 from run import tables
 from run.paper import LAYOUT, PAPER
 from tests import world
@@ -167,14 +165,6 @@ def test_ablations_have_tables_of_their_own(tmp_path):
     assert cells(text, "Fixed-Budget d=25")[1:] == ["40.00"] * 4 + ["+0.00"]
     ends = [cells(text, "*paper*", i)[-2:] for i in range(3)]
     assert ends[0][-1] == "Ref." and ends[1:] == [["39.27", "Ref."], ["40.69", "+1.42"]]
-
-
-def test_one_seed_has_an_interval_over_rows():
-    """It is scored in nats or shares, and printed in the unit of its column."""
-    rows = pd.DataFrame({"top1": [0.5, 0.4], "top1_half": [0.025, math.nan]})
-    rows.index = pd.MultiIndex.from_tuples([("alra", 1), ("pd", 1)], names=["method", "seed"])
-    (marked,) = tables.means(rows, {"top1": FIGURES["top1"]}).values.T
-    assert [*marked] == ["50.00 ± 2.50", "40.00"]
 
 
 def test_several_seeds_become_mean_and_interval(tmp_path):

@@ -21,7 +21,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AutoTokenizer
 
 import configure
 import losses
@@ -31,7 +30,7 @@ from lib import files, parallel
 from lib.device import mfu, pick_device
 from lib.errors import UserError
 from lib.files import read_json
-from lib.hf import find_folder, weights_hash
+from lib.hf import weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE
 from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
@@ -393,7 +392,7 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
     assert ces[1] < ces[0]
 
 
-def test_a_run_leaves_logs_and_models_that_transformers_reads(finished):
+def test_a_run_leaves_logs_and_facts(finished):
     sha = weights_hash(init_student(STUDENT))
     first_ces = set()
     for method in METHODS:
@@ -406,13 +405,9 @@ def test_a_run_leaves_logs_and_models_that_transformers_reads(finished):
         first_ces.add(steps[0]["ce"])
         assert checks[1]["val_ce"] < checks[0]["val_ce"]
         assert method == "pretrain" or checks[1]["val_kl"] < checks[0]["val_kl"]
-        model = finished / method / "model"
-        assert AutoTokenizer.from_pretrained(model).eos_token_id == 0
         facts = read_json(finished / method / "run.json")
         assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
-        assert facts["weights_sha256"] == weights_hash(Qwen2.from_pretrained(str(model)))
         assert "differs_in_transformers" not in facts
-        assert find_folder(str(model.parent)) == model
     assert {"mass", "local", "rest", "pair", "d_u"} <= {*steps[0]}
     assert len(first_ces) == 3
 
@@ -510,19 +505,19 @@ def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatc
 
 def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, printed, run):
     """Two have labels: `alra@slow` has its method's tau, and its own gamma and rate."""
-    of_alra = {"alra.tau": 2.0, "alra.d_max": 7}
-    of_slow = {"alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}
-    solo = {"tad": {}, "alra": of_alra}
-    solo["alra@slow"] = {**of_alra, "alra.gamma": 1.0, "lr": 5e-3, "min_lr": 3e-5}
+    alra = "--max_steps=2 --alra.tau=2.0 --alra.d_max=7"
+    slow = "--alra@slow.gamma=1.0 --alra@slow.lr=5e-3"
+    solo = {"tad": "--max_steps=2 --methods=tad", "alra": f"{alra} --methods=alra"}
+    solo["alra@slow"] = f"{solo['alra']} --alra.gamma=1.0 --lr=5e-3 --min_lr=3e-5"
     many = tmp_path / "many"
-    run(many, methods="tad,alra@same,alra,alra@slow", max_steps=2, **of_alra, **of_slow)
+    run(many, f"--methods=tad,alra@same,alra,alra@slow {alra} {slow}")
     output = printed()
-    for name, keys in solo.items():
+    for name, flags in solo.items():
+        run(tmp_path / name, flags)
         method = name.partition("@")[0]
-        run(tmp_path / name, methods=method, max_steps=2, **keys)
         assert final_bits(tmp_path / name, method, 2) == final_bits(many, name, 2), name
         record = records(many, name)[0]
-        assert record["lr"] == keys.get("lr", 1e-2)
+        assert record["lr"] == (5e-3 if "@" in name else 1e-2)
         line = rf" eta .* \|  {re.escape(name)} .* ce {record['ce']:.4f}"
         assert len(re.findall(line, output)) == 1
     assert final_bits(many, "alra@same", 2) == final_bits(many, "alra", 2)

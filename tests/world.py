@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -180,6 +181,19 @@ def write_jsonl(file, records):
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def write_like_the_hub(folder, rows, part, split):
+    """Add a configuration to a dataset in the hub's layout: a split of these rows."""
+    import datasets  # a machine with a GPU may lack it
+
+    (folder / part).mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(folder / part / f"{split}.parquet")
+    text = "---\nconfigs:\n"
+    for path in sorted(folder.glob("*/")):
+        file = f"{path.name}/{split}.parquet"
+        text += f"- config_name: {path.name}\n  data_files:\n  - split: {split}\n    path: {file}\n"
+    (folder / "README.md").write_text(f"{text}---\n")
+
+
 def read_jsonl(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -239,6 +253,14 @@ def edit(file, *changes: str):
             inside = inside[part]
         inside[last] = json.loads(new)
     write_json(Path(file), value)
+
+
+def tensor(file, key, new):
+    """Replace a tensor by an expression of x, which it was, and of all, t; None removes it."""
+    t = safetensors.torch.load(Path(file).read_bytes())
+    t[key] = eval(new, {"torch": torch, "x": t.get(key), "t": t})
+    tensors = {key: value for key, value in t.items() if value is not None}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
 
 def read_table(text):

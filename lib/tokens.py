@@ -86,7 +86,7 @@ def check_tokenizer(tokenizer, folder):
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
     # the library numbers added tokens in their order, whatever the files say
     added = {token["content"]: token["id"] for token in read_json(file)["added_tokens"]}
-    for i, token in read_config(folder).get("added_tokens_decoder", {}).items():
+    for i, token in config_of(folder).get("added_tokens_decoder", {}).items():
         added[token["content"]] = int(i)
     for token, i in added.items():
         got = tokenizer.convert_tokens_to_ids(token)
@@ -102,7 +102,7 @@ def check_bos(bos: int | None, folder):
 
     Which of the two files transformers follows depends on its version and the tokenizer's class.
     """
-    adds = read_config(folder).get("add_bos_token")
+    adds = config_of(folder).get("add_bos_token")
     if adds not in (None, bos is not None):
         raise UserError(
             f"{folder}: add_bos_token is {adds} in tokenizer_config.json, but tokenizer.json adds "
@@ -110,7 +110,7 @@ def check_bos(bos: int | None, folder):
         )
 
 
-def read_config(folder) -> dict:
+def config_of(folder) -> dict:
     file = folder / "tokenizer_config.json"
     return read_json(file) if file.is_file() else {}
 

@@ -18,10 +18,11 @@ hyper = {"vanilla_kd": _chosen, "alra": _chosen}
 _compare = {
     "title": "SmolLM2-135M-Instruct, without overconfidence",
     "summary": """\
-So far KL alone and ALRA with cross-entropy have one seed of three. ALRA's CE is above that of \
-vanilla KD by 0.08 ± 0.03 over three seeds, with the teacher as it is (results/smollm2_code) by \
-0.07 ± 0.04; the change is 0.01 ± 0.02. If overconfidence were why ALRA is behind with SmolLM2, \
-its CE would be below vanilla KD's by 0.05 or more: that was written before these runs (LOG.md).""",
+ALRA's CE is above that of vanilla KD by 0.08 ± 0.03, with the teacher as it is \
+(results/smollm2_code) by 0.07 ± 0.04; over the same three seeds the change is 0.01 ± 0.02. That \
+of KL alone changes by 0.01 ± 0.03, that of ALRA with cross-entropy by 0.00 ± 0.01. If \
+overconfidence were why ALRA is behind with SmolLM2, its CE would be below vanilla KD's by 0.05 \
+or more: that was written before these runs (LOG.md).""",
     "tune": ("none",),
     "trial_steps": None,
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[:2], "alra")),

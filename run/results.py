@@ -72,7 +72,7 @@ def students_of(paths, is_done) -> list[str]:
             inside = [path]
         folders += inside
     if not folders:
-        raise UserError(f"{', '.join(paths)}: expected out/NAME, or a model's folder")
+        raise UserError(f"{', '.join(map(str, paths))}: expected out/NAME, or a model's folder")
     return list(dict.fromkeys(folders))
 
 

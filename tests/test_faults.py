@@ -201,6 +201,7 @@ tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --tokens=-2 => --tokens=-2: expected int 0 or more
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 tools/plot.py run --out=cfg.py => cfg.py.*File exists
+tools/plot.py cfg.py => cfg.py: expected out/NAME, or a model.s folder
 run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=nowhere => nowhere

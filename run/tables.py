@@ -5,6 +5,7 @@ Several seeds of a method make one row with mean and 95 % interval. A table only
 be compared: the same initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
+import functools
 import math
 from pathlib import Path
 
@@ -59,10 +60,11 @@ def check_comparable(results):
 
 def tabulate(paths, reference="pretrain", metric="acc") -> str:
     """Return the tables of folders with results, as Markdown, and name students without any."""
-    folders = students_of(paths, read_results)
+    read = functools.cache(read_results)
+    folders = students_of(paths, read)
     results = []
     for folder in folders:
-        found = read_results(Path(folder))
+        found = read(Path(folder))
         if not found:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found

@@ -9,6 +9,7 @@ Pictures go into the first folder given, or into --out. Budget and anchoring nee
 tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
+import functools
 import sys
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
@@ -86,13 +87,12 @@ def read_logs(folders) -> dict:
 
     They are named by method, or by folder if several folders are given.
     """
+    read = functools.cache(read_log)  # a log may be long
     logs = {}
-    for folder in students_of(folders, read_log):
-        log = read_log(Path(folder))
-        if not log:
+    for folder in map(Path, students_of(folders, read)):
+        if not read(folder):
             raise UserError(f"{folder}: no log.jsonl with entries; expected a run's folder")
-        name = Path(folder).name if len(folders) == 1 else str(folder)
-        logs[name] = log
+        logs[folder.name if len(folders) == 1 else f"{folder}"] = read(folder)
     return logs
 
 

@@ -234,7 +234,7 @@ class HeadLoss(Head):
 
         n  number of valid positions in the forward batch, if `here` is a chunk of it
         """
-        z_s = self.logits(here)
+        z_s = self.logits(here).requires_grad_()
         loss, sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
         if self.cap:
             dz = soft_cap_backward(dz, z_s, self.cap)
@@ -269,9 +269,9 @@ def compiled(fn, device_type) -> Callable:
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
     """Return what `mean_loss` returns, detached, and the gradient.
 
-    The gradient of the loss in z_s is cast to `dtype`. Other arguments are those of `mean_loss`.
+    The gradient of the loss in z_s is cast to `dtype`; z_s must require it. Other arguments are
+    those of `mean_loss`.
     """
-    z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)

@@ -112,6 +112,7 @@ def _check_contract(method, V):
 def _check_chunks(method, z_s, z_t, y):
     """Check that the halves of a forward batch have the gradient of the whole."""
     method = method._replace(w_kd=1.0, w_ce=0.0)
+    z_s.requires_grad_()
     *_, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
     valid = y != IGNORE
     halves = torch.arange(len(y)).split((len(y) + 1) // 2)

@@ -10,6 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
+from torch._inductor import cpu_vec_isa
 from torch.testing import assert_close
 
 import losses
@@ -251,6 +253,19 @@ def test_compiled_it_is_the_same():
     inputs = case()
     got = run(fused, *inputs, "alra", compile=True)
     assert_close(got, run(fused, *inputs, "alra"), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@ignore_dynamo
+def test_compiled_with_vectors_every_token_has_its_gradient(monkeypatch):
+    """In the last, partly filled block too, which torch's loops over blocks leave out."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    torch.compiler.reset()
+    inputs = case()
+    got = run(fused, *inputs, "vanilla_kd", compile=True)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert_close(got, run(fused, *inputs, "vanilla_kd"), rtol=1e-5, atol=1e-7)
 
 
 @ignore_dynamo

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # dynamo's own
+    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled"),  # Inductor's, about speed
 ]
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -40,7 +40,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-import lib.torch_setup  # noqa: F401  (every module that computes imports it)
 from lib import parallel
 from lib.device import gib
 from lib.errors import UserError, did_you_mean
@@ -52,6 +51,7 @@ from lib.hf import (
     save_folder,
 )
 from lib.settings import Positive, PositiveInt, check_fields, checked
+from lib.torch_setup import mend_compiler
 
 INIT_STD = 0.02  # of a student's first weights
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
@@ -342,6 +342,7 @@ class Qwen2(nn.Module):
 
         Layers of one shape are compiled once, forward and backward.
         """
+        mend_compiler()
         for layer in self.layers:
             layer.compile(dynamic=False, fullgraph=True)
 

@@ -1,4 +1,7 @@
-"""What must be set before torch computes anything: its import removes two sources of error."""
+"""What must be set before torch computes or compiles anything, since it is in error otherwise.
+
+The import sets what concerns every program.
+"""
 
 import torch
 
@@ -17,6 +20,17 @@ def warm_up_vector_functions():
         x = torch.full((8,), 0.5, dtype=dtype, device="cpu")  # too few for a second thread
         for name in VECTOR_FUNCTIONS.split():
             getattr(torch, name)(x)
+
+
+def mend_compiler():
+    """Switch off an optimization of torch.compile that gives wrong results on a CPU with vectors.
+
+    torch 2.13 splits a loop in two where its index is divided by a number. If the number does not
+    divide the loop's length, the last entries are left out.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling  # takes a second
+
+    CppScheduling.try_loop_split = lambda self, nodes: nodes
 
 
 warm_up_vector_functions()

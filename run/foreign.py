@@ -25,6 +25,7 @@ from lib.errors import UserError
 from lib.files import atomic_folder, reading
 from lib.head import CappedHead, soft_cap
 from lib.hf import all_finite, check_weights, find_folder, save_tokenizer, special_ids
+from lib.torch_setup import mend_compiler
 from model import config_file
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
@@ -183,6 +184,7 @@ class Foreign(nn.Module):
 
     def compile_layers(self):
         """Run each layer under torch.compile, with graph breaks where its code needs them."""
+        mend_compiler()
         for layer in self.layers:
             layer.compile(dynamic=False)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lib import parallel
 from lib.errors import UserError
 from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_backward
+from lib.torch_setup import mend_compiler
 from lib.vocab import IGNORE, Batch
 from losses import (
     METHODS,
@@ -258,14 +259,11 @@ FEWER_PASSES = {
 @functools.cache
 def compiled(fn, device_type) -> Callable:
     """Return a compiled function, the same one each time. Sets options of torch._dynamo."""
-    from torch._inductor.codegen.cpp import CppScheduling  # takes a second
-
     # torch counts recompilations per function, and all methods share `fn`
     torch._dynamo.config.recompile_limit = 256
     # forward and backward are one graph, so that no [N, V] tensor is saved between them
     torch._dynamo.config.trace_autograd_ops = True
-    # torch drops the last V % size entries where it splits a loop over V into blocks of `size`
-    CppScheduling.try_loop_split = lambda self, nodes: nodes
+    mend_compiler()
     options = FEWER_PASSES if device_type == "cuda" else None
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -16,6 +17,7 @@ import tokenizers
 import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
+from torch._inductor.codegen.cpp import CppScheduling
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -24,6 +26,7 @@ import lib.torch_setup
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
+from run.foreign import Foreign
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
@@ -386,6 +389,15 @@ def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():
     for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
         # a key's bias has no gradient but rounding
         assert_near(p.grad, q.grad, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [Qwen2, Foreign])
+def test_layers_are_compiled_by_the_mended_compiler(kind, monkeypatch):
+    """tests/test_head.py has the fault itself."""
+    torchs = object()
+    monkeypatch.setattr(CppScheduling, "try_loop_split", torchs)
+    kind.compile_layers(SimpleNamespace(layers=[]))
+    assert CppScheduling.try_loop_split is not torchs
 
 
 # --- lib/torch_setup.py: vector functions are right from their first call on

@@ -14,8 +14,9 @@ from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # dynamo's own
-    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled"),  # Inductor's, about speed
+    # of dynamo, and of Inductor about speed
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled"),
 ]
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -83,6 +83,7 @@ SAVED = SIZES | {  # what a saved student has, INERT aside
 }
 READ = SAVED - {"hidden_act"} | {"rope_scaling", "rope_parameters", "sliding_window"}
 INERT = {  # without effect on the logits of these families in evaluation
+    "_model_name_or_path",  # from GGUF
     "_name_or_path",
     "architectures",
     "attention_dropout",

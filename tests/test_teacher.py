@@ -473,6 +473,7 @@ def test_the_configs_of_other_teachers_train(name, make, tmp_path):
 )
 def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, context, tmp_path):
     facts = {"model_type": family, "hidden_size": 128, "vocab_size": 9, "num_key_value_heads": 2}
+    facts["_model_name_or_path"] = "a name, which a GGUF file has"
     write_json(tmp_path / "config.json", ONE_LAYER | {"intermediate_size": 8} | facts)
     shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)

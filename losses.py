@@ -909,9 +909,7 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Positions that are not among the hardest must not affect T. The first `where` is needed too:
-    # s may be NaN at ignored positions, and the gradient of the median would become 0 * NaN.
-    s = torch.where(hardest, s, 1.0)
+    # positions that are not among the hardest must not affect T
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 up to rounding
     T = (-c * torch.tanh(ratio.log())).exp()
@@ -1089,7 +1087,9 @@ def method_loss(
     if method.has_teacher and z_t is None:
         raise UserError("z_t: this method needs teacher logits, got None")
     if method.state:
-        method = with_keywords(method, state=state or method.state)
+        if state is None:
+            state = {key: value.to(z_s.device) for key, value in method.state.items()}
+        method = with_keywords(method, state=state)
     loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = (y != IGNORE).sum().clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
@@ -1113,7 +1113,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0
     ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
-    terms = {"loss": loss, "ce": ce}
+    terms = {"ce": ce}
     state = {}
     if method.has_teacher:
         result = method.fn(z_s, z_t, y, **method.hyper)
@@ -1121,9 +1121,9 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
-        terms = {"loss": loss, "kd": kd, "ce": ce, **parts}
+        terms = {"kd": kd, "ce": ce, **parts}
     sums = {}
-    for key, value in terms.items():
+    for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
     for key, value in state.items():

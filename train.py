@@ -185,7 +185,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
-        heads = [s.model.head for s in students]
+        heads = [s.model.head for s in students]  # if sharded, whole from `hidden` to backward
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
@@ -232,7 +232,7 @@ def loop(run, rows, val, teacher, students):
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
+    if not teacher or teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
     stream = timed(stream, run)
     bar = progress_bar(run)
@@ -309,7 +309,8 @@ def advance_state(s, n_valid: int):
 
     The mean is over the labels of the update, on all processes.
     """
-    n = torch.tensor(float(n_valid), dtype=torch.float64, device=s.model.head.device)
+    # not `torch.tensor`, a copy that waits for the device
+    n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)
     parallel.sum_in_place([n, *s.next_state.values()])
     for key, value in s.state.items():
         value.copy_(torch.where(n > 0, s.next_state[f"state.{key}"] / n, value))

@@ -143,6 +143,12 @@ def peak_bytes(device) -> int:
     """Return the most memory that this process has had: allocated on its card, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():
+        found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.M)
+        if found:
+            return int(found[1]) * 1024
+    # on Linux at least the peak of the process that started this one
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -7,7 +7,6 @@ Dimensions: N positions, V vocabulary.
 """
 
 import functools
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -182,8 +181,8 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     n = valid.sum()
     # A chunk is a slice of the micro-batch. Its indices in the forward batch are a tensor, as torch
     # would compile anew for each slice.
-    edges = [*range(batch.start, batch.stop, chunk), batch.stop]
-    chunks = [slice(first, end) for first, end in itertools.pairwise(edges)]
+    first = range(batch.start, batch.stop, chunk)
+    chunks = [slice(i, min(i + chunk, batch.stop)) for i in first]
     indices = torch.arange(len(valid), device=y.device).split(chunk)
     statistic_of = compiled(statistic, y.device.type) if compile else statistic
     values = {head: [] for head in heads if takes(head.method.fn, "batch")}

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,6 +27,19 @@ def test_ratios_are_those_of_the_rounds():
 def test_memory_is_the_peak_and_not_what_is_left():
     _, mib = bench.measure(lambda: torch.ones(64 * 2**18).sum() and None, CPU, 1)  # 64 MiB
     assert 60 < mib < 80
+
+
+@needs_peak
+def test_the_peak_is_not_that_of_the_process_that_started_this_one():
+    child = "from lib.device import peak_bytes, torch; print(peak_bytes(torch.device('cpu')))"
+    parent = f"""if True:
+        import subprocess, sys
+        memory = bytearray(b"1") * 2**30
+        subprocess.run([sys.executable, "-c", {child!r}], check=True)
+    """
+    command = [sys.executable, "-c", parent]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 2**26 < int(printed) < 2**30
 
 
 def test_the_seconds_are_those_of_one_call(monkeypatch):

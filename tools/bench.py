@@ -91,7 +91,8 @@ def make_cases(args) -> dict:
         return h_t[0] @ w_t.T, z_s @ w, z_s.T @ h_s[0]
 
     def fused(method, compile=True):
-        results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=compile)
+        students = [(h_s, w_s, method)]
+        results = head_losses(students, h_t, w_t, y, compile=compile, chunk=args.n)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
     not_compiled = partial(fused, resolve("alra"), compile=False)

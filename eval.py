@@ -102,6 +102,8 @@ def score(args):
     one.
     """
     device = pick_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of extensions run on the current card
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
     names = args.names
     optional = "storycloze_2016" in names and args.tasks == "all"
@@ -533,8 +535,13 @@ def main(argv):
         from run.tables import tabulate
 
         print(tabulate(args.paths, args.reference, args.metric))
-    else:
+        return
+    try:
         score(args)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "out of memory: set a smaller --batch_tokens, or score fewer models at a time"
+        ) from error
 
 
 if __name__ == "__main__":

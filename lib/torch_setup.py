@@ -36,3 +36,6 @@ def mend_compiler():
 warm_up_vector_functions()
 # a GPU would add up parts of a product in bf16
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+# fp32 is fp32: torch allows TF32 in convolutions, and NVIDIA's containers in products
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.allow_tf32 = False

@@ -15,6 +15,7 @@ complete row. A run computes the rows that are missing before its first update.
 
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import zlib
@@ -132,10 +133,10 @@ def open_cached(
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
-    # process 0 decides what is missing, as another program may be writing
-    head = parallel.on_first(read_head, head_file)
+    head = read_head(head_file)
+    has_head = all(parallel.all_gather(head is not None))  # another program may be writing
     teacher = None
-    if head is None:
+    if not has_head:
         teacher = load()
         if not teacher:
             return None
@@ -144,7 +145,7 @@ def open_cached(
     row_bytes = weight_of(head).shape[1] * dtype.itemsize
     states = {rows: States(rows, facts, row_bytes) for rows in wanted}
     missing = [index[states[rows].sums[index] == 0] for rows, index in wanted.items()]
-    missing = parallel.all_gather(missing)[0]
+    missing = parallel.all_gather(missing)[0]  # process 0 decides
     n_missing = sum(map(len, missing))
     if n_missing:
         teacher = teacher or load()
@@ -154,6 +155,8 @@ def open_cached(
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
         fill(teacher, states, dict(zip(states, missing, strict=True)), size)
     say(f"teacher: all hidden states are in {folder}")
+    del teacher
+    gc.collect()  # compiled and sharded layers refer to themselves
     return CachedTeacher(head.to(output_device), states)
 
 

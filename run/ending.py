@@ -73,6 +73,8 @@ def reported(cfg):
         # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
         is_gloo = type(error) is RuntimeError and "gloo" in str(error)
         is_lost = is_gloo or isinstance(error, torch.distributed.DistError)
+        # a card has failed; 710 is an assertion of a kernel, which would fail again
+        is_lost |= isinstance(error, torch.AcceleratorError) and error.error_code != 710
         # a scheduler may signal compilers and loggers too, whose failure then ends the run
         configure.PROGRESS["code"] = TRY_AGAIN if is_lost or RECEIVED else 1
         write_exit(cfg, configure.PROGRESS["code"], f"{type(error).__name__}: {first_line(error)}")

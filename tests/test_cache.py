@@ -1,8 +1,10 @@
 """Stored hidden states give the bits of a run without them, whatever was killed or damaged."""
 
+import gc
 import os
 import re
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +123,27 @@ def states_of(cfg, load=True):
         return None
     states = [cached.hidden(rows.batch(index, CPU)[0], rows, index) for rows in wanted]
     return [*states, cached.head[:99]]
+
+
+def test_once_all_states_are_stored_the_layers_are_gone(world, tmp_path):
+    """Also those that refer to themselves, as compiled ones do."""
+    cfg = config(world, tmp_path)
+    wanted = {preflight.open_data(cfg, "val"): np.arange(7)}
+    layers = []
+
+    def load():
+        loaded = teacher.load_teacher(cfg.teacher, torch.float32, CPU)
+        for layer in loaded.model.layers:
+            object.__setattr__(layer, "itself", layer)
+            layers.append(weakref.ref(layer))
+        return loaded
+
+    gc.disable()
+    try:
+        assert cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, load)
+        assert layers and not any(layer() for layer in layers)
+    finally:
+        gc.enable()
 
 
 ROW = SEQ * 24 * 4  # bytes

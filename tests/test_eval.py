@@ -174,6 +174,15 @@ def bench(lm, names, flags):
     return scores, samples
 
 
+def test_out_of_memory_says_what_to_do(monkeypatch):
+    def score(args):
+        raise torch.OutOfMemoryError("CUDA")
+
+    monkeypatch.setattr(ev, "score", score)
+    with refusal("out of memory: set a smaller --batch_tokens"):
+        ev.main([str(STUDENT)])
+
+
 @pytest.mark.parametrize("bos", [None, 307])
 def test_contexts_begin_as_in_training(student, bos):
     """Whatever the tokenizer itself puts before a text, which is 307 here."""

@@ -451,6 +451,12 @@ def test_an_import_calls_every_function_that_torch_takes_from_mkl():
             assert (name, dtype, 8) in calls.seen
 
 
+def test_fp32_products_and_convolutions_do_without_tf32_on_a_gpu():
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    importlib.reload(lib.torch_setup)
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
 def test_the_first_results_of_a_process_equal_its_second():
     """In 24 processes of two threads. Without lib/torch_setup.py some differ on Intel CPUs."""
     threads = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}

@@ -891,6 +891,23 @@ def test_an_error_after_a_signal_is_to_be_tried_again(
     assert_end(tmp_path, 75, 2, f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.parametrize(("number", "code"), [(214, 75), (710, 1)])
+def test_a_card_that_fails_is_to_be_tried_again_but_not_an_assertion_of_a_kernel(
+    number, code, tiny, tmp_path, hook_update
+):
+    error = torch.AcceleratorError("CUDA error")
+    error.error_code = number  # as torch sets it: 214 is an uncorrectable memory error
+
+    def before(students, step, cfg):
+        raise error
+
+    hook_update(before)
+    cfg = config(tiny, tmp_path, methods="pretrain")
+    with pytest.raises(torch.AcceleratorError):
+        train.distil(cfg)
+    assert read_json(tmp_path / "exit.json")["code"] == code
+
+
 # as it loads; in the first update: at once; in a later one: after it
 @pytest.mark.parametrize(("at", "end"), [(None, None), (0, 0), (2, 3), (5, 6)])
 def test_a_signal_ends_a_run_and_loses_nothing(

@@ -11,7 +11,8 @@
 # Teacher, data and optimisation are the defaults of configure.py: Qwen1.5-1.8B and
 # 126,400 updates * 16 rows * 512 inputs = 1.035B nominal tokens of Pile-Uncopyrighted.
 # We have not run this yet. The paper reports an average of 36.62 over nine tasks.
-# 4.5e18 FLOP; 3.5 h at the 0.10 s that an update took on an H200 (docs/running.md).
+# Computed: 4.5e18 FLOP, 3.2 h at 40 % of an H100's peak. On an H200 an update took 0.10 s
+# (docs/running.md).
 
 methods = ("alra",)
 student = "200m"

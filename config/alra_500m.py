@@ -5,7 +5,8 @@
 #
 # The rows are those of config/alra_200m.py.
 # We have not run this yet. The paper reports an average of 37.40 over nine tasks.
-# 6.2e18 FLOP; 4.6 h at the 0.13 s that an update took on an H200 (docs/running.md).
+# Computed: 6.2e18 FLOP, 4.3 h at 40 % of an H100's peak. On an H200 an update took 0.13 s
+# (docs/running.md).
 
 methods = ("alra",)
 student = "500m"

@@ -19,8 +19,8 @@ _compare = {
     "title": "SmolLM2-135M-Instruct, without overconfidence",
     "summary": """\
 ALRA's CE is above that of vanilla KD by 0.08 ± 0.03, with the teacher as it is \
-(results/smollm2_code) by 0.07 ± 0.04; over the same three seeds the change is 0.01 ± 0.02. That \
-of KL alone changes by 0.01 ± 0.03, that of ALRA with cross-entropy by 0.00 ± 0.01. We had written \
+(results/smollm2_code, the same three seeds) by 0.07 ± 0.04; the change is 0.01 ± 0.02. That of KL \
+alone changes by 0.01 ± 0.03, that of ALRA with cross-entropy by 0.00 ± 0.01. We had written \
 before these runs that overconfidence is the reason only if ALRA's CE is below vanilla KD's by \
 0.05 or more (LOG.md). That concerns the sharpness of the teacher as a whole, not its errors at \
 single tokens. The students of smollm2_code ran on an Intel Xeon with earlier code, these on an \

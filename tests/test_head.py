@@ -257,13 +257,13 @@ def test_compiled_it_is_the_same():
 
 @pytest.mark.slow
 @ignore_dynamo
-def test_compiled_with_vectors_every_token_has_its_gradient(monkeypatch):
+def test_compiled_with_vectors_every_token_has_its_gradient():
     """In the last, partly filled block too, which torch's loops over blocks leave out."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     torch.compiler.reset()
     inputs = case()
-    got = run(fused, *inputs, "vanilla_kd", compile=True)
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        got = run(fused, *inputs, "vanilla_kd", compile=True)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     assert_close(got, run(fused, *inputs, "vanilla_kd"), rtol=1e-5, atol=1e-7)
 

@@ -46,7 +46,7 @@ def in_blocks(z) -> Tensor:
     """
     if z.ndim == 3:
         return z
-    # larger ones take Inductor two passes over a block, in place of one in registers
+    # Inductor reads a block of 64 once, into registers, and a larger one several times
     size = 64 if z.shape[1] >= 2**15 else SMALL_BLOCK
     missing = -z.shape[1] % size
     if missing:

@@ -1,6 +1,6 @@
-"""What must be set before torch computes or compiles anything, since it is in error otherwise.
+"""What must be set before torch computes or compiles anything, to keep it from errors.
 
-The import sets what concerns every program.
+The import sets what every program needs, `mend_compiler` what those need that compile.
 """
 
 import torch
@@ -28,7 +28,7 @@ def mend_compiler():
     torch 2.13 splits a loop in two where its index is divided by a number. If the number does not
     divide the loop's length, the last entries are left out.
     """
-    from torch._inductor.codegen.cpp import CppScheduling  # takes a second
+    from torch._inductor.codegen.cpp import CppScheduling  # few runs need it
 
     CppScheduling.try_loop_split = lambda self, nodes: nodes
 

@@ -155,8 +155,9 @@ def open_cached(
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
         fill(teacher, states, dict(zip(states, missing, strict=True)), size)
     say(f"teacher: all hidden states are in {folder}")
-    del teacher
-    gc.collect()  # compiled and sharded layers refer to themselves
+    if teacher:
+        del teacher
+        gc.collect()  # compiled and sharded layers refer to themselves
     return CachedTeacher(head.to(output_device), states)
 
 

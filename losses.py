@@ -350,21 +350,15 @@ def pd(
     if not 1 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 1 to V")
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
-    if top_p < 1:
-        tau_cut = tau if truncate_on == "tempered" else 1.0
-        p_t = vocab.log_p(z_t, tokens, tau_cut).double().exp()
-        mass_before = p_t.cumsum(-1) - p_t
-        kept = mass_before < top_p
-    else:  # not by the comparison, as mass_before may be rounded up to 1
-        kept = torch.ones_like(tokens, dtype=torch.bool)
+    tau_cut = tau if truncate_on == "tempered" else 1.0
+    p_t = vocab.log_p(z_t, tokens, tau_cut).double().exp()
+    mass_before = p_t.cumsum(-1) - p_t
+    kept = (mass_before < top_p) | (top_p == 1)  # mass_before may be rounded up to 1
     x_t = z_t.gather(1, tokens) / tau
-    x_t = x_t.masked_fill(~kept, -math.inf)
-    f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
-    total = x_t.logsumexp(-1, keepdim=True)
-    log_f = torch.where(kept, x_t - total, 0.0)
+    log_f = x_t.masked_fill(~kept, LEAST).log_softmax(-1)  # [N, top_k]
     tau_s = tau if temper_student else 1.0
     logp_s = vocab.log_p(z_s, tokens, tau_s)
-    loss = (f * (log_f - logp_s)).sum(-1)
+    loss = (log_f.exp() * (log_f - logp_s)).sum(-1)
     return leave(loss, valid)
 
 
@@ -396,16 +390,11 @@ def atkd(
     whole = whole_batch(unc, valid, batch)
     easy = whole.valid & (whole.values < vocab.lower_median(whole.values, whole.valid))
     hard = whole.valid & ~easy
-    n = _count(whole.valid, z_s)
-    loss_easy = easy_weight * n / _count(easy, z_s) * dkd_u
-    loss_hard = (1 - easy_weight) * n / _count(hard, z_s) * (tkd_u + dkd_u)
+    n = whole.valid.sum().double()
+    loss_easy = easy_weight * n / easy.sum().clamp(min=1) * dkd_u
+    loss_hard = (1 - easy_weight) * n / hard.sum().clamp(min=1) * (tkd_u + dkd_u)
     loss = torch.where(easy[whole.here], loss_easy, loss_hard)
     return leave(loss, valid)
-
-
-def _count(mask, z) -> Tensor:
-    """Return the number of positions in a mask [N], at least 1, in the dtype of z."""
-    return mask.sum().clamp(min=1).to(z.dtype)
 
 
 def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,7 +412,7 @@ def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
 
 def _log_odds(blocks, token) -> Tensor:
     """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
-    x, *_ = vocab.categories(blocks, vocab.choose_blocks(token, *blocks.z.shape[1:]))
+    x, *_ = vocab.categories(blocks, vocab.choose_blocks(token, blocks))
     return x[:, 0] - x[:, 1]
 
 
@@ -496,17 +485,15 @@ def ldrld(
     within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
-    x_s = x_s[:, :-1]  # [N, d] in the student's order
-    x_t = x_t[:, :-1]
-    rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
-    r = rank[:, None]
-    q = rank[None, :]
+    x = torch.stack([x_t, x_s])[..., :-1]  # [2, N, d] in the student's order
+    q = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
+    r = q[:, None]
     distance = 1.5 + q - r
     decay = (-0.05 * (r + q)).exp()
     adw = (2 / distance * decay).triu(1)
-    pair_kl = binary_kl(differences(x_t), differences(x_s))
+    pair_kl = binary_kl(*differences(x))
     pairs_u = (adw * pair_kl).sum((1, 2))
-    llki_u = kl(x_t, x_s)
+    llki_u = kl(*x)
     if d == 2:  # the authors' code weights a set of two like a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
@@ -587,11 +574,9 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     loss = 0.0
     for leader in (z_t, z_s):  # t-LD, s-LD
         tokens = vocab.top(leader, top_k)
-        in_t = z_t.gather(1, tokens) / tau
-        in_s = z_s.gather(1, tokens) / tau
-        d_t = differences(in_t).masked_fill(no_pair, LEAST)
-        d_s = differences(in_s).masked_fill(no_pair, LEAST)
-        loss = loss + kl(d_t.flatten(1), d_s.flatten(1))
+        x = torch.stack([z_t.gather(1, tokens), z_s.gather(1, tokens)]) / tau  # [2, N, top_k]
+        d = differences(x).masked_fill(no_pair, LEAST)
+        loss = loss + kl(*d.flatten(2))
     return leave(loss, valid)
 
 
@@ -694,9 +679,13 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
-    x = log_q - log_p + math.log1p(-lam) - math.log(lam)
-    loss = -(log_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
-    return leave(loss, valid)
+    return leave(_skew_kl(log_p, log_q, lam), valid)
+
+
+def _skew_kl(log_a, log_b, lam) -> Tensor:
+    """Return KL(a || lam a + (1 - lam) b), [N, V] -> [N]."""
+    x = log_b - log_a + math.log1p(-lam) - math.log(lam)
+    return -(log_a.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam a)
 
 
 def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -708,9 +697,7 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
     log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
-    x = log_p - log_q + math.log1p(-lam) - math.log(lam)
-    loss = -(log_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
-    return leave(loss, valid)
+    return leave(_skew_kl(log_q, log_p, lam), valid)
 
 
 def abkd(
@@ -903,9 +890,9 @@ def adakd(
         gap = (logp_s / 2).exp() - (logp_t / 2).exp()
         s = torch.linalg.vector_norm(gap, dim=-1) / math.sqrt(2)
     else:
-        s = (logp_s.exp() * (logp_s - logp_t)).sum(-1)
+        s = vocab.full_kl(logp_s, logp_t, tau=1.0)
     n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
-    rank = vocab.rising_rank(-s.detach(), valid)
+    rank = vocab.falling_rank(s.detach(), valid)
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
@@ -915,13 +902,12 @@ def adakd(
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
-    a = log_softmax(logp_s / T[:, None])
-    b = log_softmax(logp_t / T[:, None])
+    a = logp_s / T[:, None]
+    b = logp_t / T[:, None]
     if base == "forward":
         a, b = b, a
-    kl_u = (a.exp() * (a - b)).sum(-1)
-    loss = T**2 * kl_u
-    return leave(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
+    loss = T**2 * vocab.full_kl(a, b, tau=1.0)
+    return leave(loss * valid.sum() / n_hardest, hardest)
 
 
 def sekd(
@@ -940,15 +926,15 @@ def sekd(
     authors' code it keeps none if n_valid < 3, unless keep = 1.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
+    uniform = z_s.new_zeros(()).expand_as(z_s)
     certainty = vocab.full_kl(z_s.detach(), uniform, tau=1.0)  # ln V - entropy
     whole = whole_batch(certainty, valid, batch)
     n_valid = whole.valid.sum()
     has_enough = (n_valid >= 3) | (keep == 1)
     n_kept = (keep * n_valid.double()).ceil() * has_enough
-    kept = whole.valid & (vocab.rising_rank(whole.values, whole.valid) < n_kept)
+    kept = whole.valid & (vocab.falling_rank(-whole.values, whole.valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.full_kl(z_t, z_s, tau) * factor.to(z_s.dtype)
+    loss = tau**2 * vocab.full_kl(z_t, z_s, tau) * factor
     return leave(loss, kept[whole.here])
 
 
@@ -1002,12 +988,6 @@ def wsd(progress: float) -> float:
     return min(1.0, progress / 0.1, (1 - progress) / 0.01)
 
 
-def _fixed(d: int) -> Method:
-    """ALD + PRA-U on the student's top d."""
-    hyper = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
-    return Method(alra, hyper, in_chunks=True)
-
-
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
@@ -1028,13 +1008,11 @@ METHODS: dict[str, Method] = {
     "alra_n": Method(alra, {"anchor": "none"}, in_chunks=True),
     "alra_ng": Method(alra, {"anchor": "label"}, in_chunks=True),
     "alra_g": Method(alra, {"anchor": "both"}, in_chunks=True),
-    # fixed budgets
-    "fixed_3": _fixed(3),
-    "fixed_7": _fixed(7),
-    "fixed_9": _fixed(9),
-    "fixed_15": _fixed(15),
-    "fixed_19": _fixed(19),
-    "fixed_25": _fixed(25),
+    # fixed budgets: ALD + PRA-U on the student's top d
+    **{
+        f"fixed_{d}": Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, in_chunks=True)
+        for d in (3, 7, 9, 15, 19, 25)
+    },
     # further objectives
     "reverse_kl": Method(reverse_kl, in_chunks=True),
     "jsd": Method(jsd, in_chunks=True),

@@ -52,11 +52,6 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
     return z.div_(cap).tanh_().mul_(cap)
 
 
-def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
-    """Return the gradient in x of z = soft_cap(x, cap), given the gradient dz in z."""
-    return dz * (1 - (z / cap).square()).to(dz.dtype)
-
-
 class Head:
     """A model's last hidden states and head weight, cast for `mm`. To be used under `no_grad`.
 

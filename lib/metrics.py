@@ -10,7 +10,6 @@ Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,16 +111,13 @@ def logits_of(h: Tensor, head: Tensor | CappedHead, cast: Callable = operand) ->
     return soft_cap(z, head.cap) if hasattr(head, "cap") else z
 
 
-class _Prediction(NamedTuple):
-    logp: Tensor  # [N, V]
-    ce: Tensor  # [N]
-    top: Tensor  # [N, 5] the most likely tokens
+def _predict(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Describe the softmax of logits [N, V] with labels [N].
 
-
-def _predict(z: Tensor, y: Tensor) -> _Prediction:
-    """Describe the softmax of logits [N, V] with labels [N]."""
+    -> ln p [N, V], cross-entropy [N], the five most likely tokens [N, 5]
+    """
     logp = z.log_softmax(-1)
-    return _Prediction(logp, -pick(logp, y), vocab.top(z, min(5, z.shape[1])))
+    return logp, -pick(logp, y), vocab.top(z, min(5, z.shape[1]))
 
 
 def pick(logp: Tensor, y: Tensor) -> Tensor:
@@ -132,7 +128,7 @@ def pick(logp: Tensor, y: Tensor) -> Tensor:
 def _summands(student, y, teacher, n_bytes) -> dict[str, Tensor]:
     """Return the summands of `figures` of a student at N positions: [N], `gap` [N, BINS].
 
-    student, teacher  `_Prediction` of each; the teacher's may be None
+    student, teacher  what `_predict` returns of each; the teacher's may be None
     y                 [N] labels
     n_bytes           [V] bytes of text that each token stands for, or None
     """
@@ -149,11 +145,12 @@ def _summands(student, y, teacher, n_bytes) -> dict[str, Tensor]:
         values["text_ce"] = ce * (text_bytes > 0)
         values["text_bytes"] = text_bytes
     if teacher is not None:
-        p_t = teacher.logp.exp()
-        values["kl"] = (p_t * (teacher.logp - logp)).sum(-1)
-        values["top1"] = best == teacher.top[:, 0]
-        same = top[:, :, None] == teacher.top[:, None, :]  # [N, 5, 5]
+        logp_t, ce_t, top_t = teacher
+        p_t = logp_t.exp()
+        values["kl"] = (p_t * (logp_t - logp)).sum(-1)
+        values["top1"] = best == top_t[:, 0]
+        same = top[:, :, None] == top_t[:, None, :]  # [N, 5, 5]
         values["top5"] = same.sum((1, 2)) / top.shape[1]
-        values["teacher_ce"] = teacher.ce
-        values["teacher_entropy"] = -(p_t * teacher.logp).sum(-1)
+        values["teacher_ce"] = ce_t
+        values["teacher_entropy"] = -(p_t * logp_t).sum(-1)
     return values

@@ -69,16 +69,11 @@ def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
     Parts are taken as independent, their targets are not. The standard error is the jackknife's:
     each part is left out in turn, which takes account of parts of unequal length. NaN of few parts.
     """
-    if is_few(n):
+    n_parts = np.count_nonzero(n)
+    if n_parts < MIN_PARTS:
         return math.nan
     from scipy.special import stdtrit
 
-    n_parts = np.count_nonzero(n)
     changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean without a part
     error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
     return float(stdtrit(n_parts - 1, 0.975) * error)
-
-
-def is_few(n) -> bool:
-    """Return whether too few parts have targets for an interval over parts."""
-    return np.count_nonzero(n) < MIN_PARTS

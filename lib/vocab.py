@@ -95,7 +95,7 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
     largest, x = block_logits(blocks)
-    chosen = choose_blocks(tokens, *blocks.z.shape[1:])
+    chosen = choose_blocks(tokens, blocks)
     # not `z.gather`, whose gradient would be a pass over [N, V] of its own
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     selected = taken.gather(1, chosen.place)
@@ -124,32 +124,25 @@ def mixture_kl(x_t, x_s, within) -> Tensor:
 # the vocabulary as selected tokens, and all others
 
 
-class Split(NamedTuple):
-    """The vocabulary as k + 1 categories: k selected tokens, and all others together.
-
-    x_t, x_s are logits of the categories, divided by tau and relative to the model's largest logit
-    among the others: rounding errors then scale with ln p, not with the logit. That shift has no
-    gradient, so use them only where it cancels, as in softmax.
-    """
-
-    x_t: Tensor  # [N, k + 1] of the teacher, the others last
-    x_s: Tensor  # [N, k + 1] of the student; differentiable
-    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over the others; differentiable
-
-
-def split(t: Blocks, s: Blocks, within, tokens) -> Split:
-    """Split the vocabulary into selected tokens and all others.
+def split(t: Blocks, s: Blocks, within, tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the vocabulary into k + 1 categories: k selected tokens, and all others together.
 
     t, s    teacher and student
     within  [N, n_blocks] block_kl(t, s), computed before tokens are selected: torch.compile then
             fuses it with the sums
     tokens  [N, k] int64, the selected ones. They must be distinct: a token given twice counts twice
+    ->      logits of the categories of teacher and student, [N, k + 1] each, the others last; [N]
+            KL(teacher || student) of the softmaxes over the others
+
+    The logits are divided by tau and relative to the model's largest logit among the others:
+    rounding errors then scale with ln p, not with the logit. That shift has no gradient, so use
+    them only where it cancels, as in softmax.
     """
-    chosen = choose_blocks(tokens, *t.z.shape[1:])
+    chosen = choose_blocks(tokens, t)
     x_t, components_t, copies_t = categories(t, chosen)
     x_s, components_s, copies_s = categories(s, chosen)
     within = torch.cat([within, block_kl(copies_t, copies_s)], 1)
-    return Split(x_t, x_s, mixture_kl(components_t, components_s, within))
+    return x_t, x_s, mixture_kl(components_t, components_s, within)
 
 
 def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor, Blocks]:
@@ -195,9 +188,10 @@ class Chosen(NamedTuple):
     is_other: Tensor  # [N, k, size] the unselected tokens of used copies
 
 
-def choose_blocks(tokens, n_blocks, size) -> Chosen:
+def choose_blocks(tokens, blocks: Blocks) -> Chosen:
     """Choose the blocks of distinct tokens [N, k]."""
     k = tokens.shape[1]
+    n_blocks, size = blocks.z.shape[1:]
     block = tokens // size
     # for each token the first one in the same block, whose copy is used
     first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)
@@ -320,14 +314,13 @@ def differences(x) -> Tensor:
 # one number per position
 
 
-def rising_rank(x, keep) -> Tensor:
-    """Count the entries to keep that are smaller, or equal and earlier, [N] -> [N].
+def falling_rank(x, keep) -> Tensor:
+    """Return the rank of each entry to keep, 0 for the largest, equal ones by index, [N] -> [N].
 
-    It compares all pairs, [N, N].
+    NaN counts as the largest, so that it is not hidden. The other entries have later ranks.
     """
-    place = torch.arange(len(x), device=x.device)
-    before = (x < x[:, None]) | ((x == x[:, None]) & (place < place[:, None]))
-    return (before & keep).sum(-1)
+    kept_first = x.masked_fill(~keep, -math.inf)
+    return kept_first.argsort(descending=True, stable=True).argsort()
 
 
 def lower_median(x, keep) -> Tensor:
@@ -335,8 +328,8 @@ def lower_median(x, keep) -> Tensor:
 
     Does not synchronize with the device.
     """
-    rank = rising_rank(x.detach(), keep)
-    middle = keep & (rank == (keep.sum() - 1) // 2)
+    rank = falling_rank(x.detach(), keep)
+    middle = keep & (rank == keep.sum() // 2)
     return torch.where(middle, x, 0.0).sum()
 
 

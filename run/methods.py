@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib import parallel
 from lib.errors import UserError
-from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_backward
+from lib.head import AttachGradients, Head, add_mm, mm
 from lib.torch_setup import mend_compiler
 from lib.vocab import IGNORE, Batch
 from losses import (
@@ -236,8 +236,8 @@ class HeadLoss(Head):
         """
         z_s = self.logits(here).requires_grad_()
         loss, sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
-        if self.cap:
-            dz = soft_cap_backward(dz, z_s, self.cap)
+        if self.cap:  # dz becomes the gradient before the cap, z_s = cap * tanh(z / cap)
+            dz = dz * (1 - (z_s / self.cap).square()).to(dz.dtype)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])

@@ -14,7 +14,7 @@ import pandas as pd
 
 from lib.errors import UserError
 from lib.metrics import reference_text
-from lib.stats import FIGURES, Column, estimate, half_interval, holm, is_few, with_half
+from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
@@ -153,7 +153,7 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """
     table = {}
     for key, c in columns.items():
-        e = estimate(by_seed(students, key, c))
+        e = estimate(c.factor * students[key].unstack("method", sort=False))  # [seeds, methods]
         if f"{key}_half" in students:
             halves = students[f"{key}_half"].astype(float).groupby("method").first()
             e["half"] = e["half"].fillna(c.factor * halves)
@@ -163,11 +163,6 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
         stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""
         table[c.heading] = stars + cells + stars
     return pd.DataFrame(table)
-
-
-def by_seed(students: pd.DataFrame, key, column) -> pd.DataFrame:
-    """Return one figure [seeds, methods] in the unit that is printed."""
-    return column.factor * students[key].unstack("method", sort=False)
 
 
 def caption(counts) -> str:
@@ -262,7 +257,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
     table = pd.DataFrame()
     both = []  # of each difference that excludes 0 over seeds: whether it does over documents
     for key, c in columns.items():
-        values = by_seed(students, key, c)
+        values = c.factor * students[key].unstack("method", sort=False)  # [seeds, methods]
         e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
         for m, (n, mean, half, _) in e.iterrows():
@@ -314,9 +309,8 @@ def scored_on(facts) -> list[str]:
         teacher = f"teacher: {facts['teacher']} ({ce})"
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
     if "documents" in facts:
-        n = facts["documents"]["n"]
-        n_documents = np.count_nonzero(n)
+        n_documents = np.count_nonzero(facts["documents"]["n"])
         on += f" of {n_documents} documents" if n_documents > 1 else " of one document"
-        if is_few(n):
+        if n_documents < MIN_PARTS:
             on += ", too few for an interval"
     return [f"{on}; {teacher}.", f"{reference_text(facts)}."]

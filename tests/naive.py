@@ -322,10 +322,6 @@ def reverse_kl(s, t, label, tau):
 def jsd(s, t, label, beta, tau):
     p_s = softmax(s, tau)
     p_t = softmax(t, tau)
-    if beta == 0:
-        return kl(p_t, p_s)
-    if beta == 1:
-        return kl(p_s, p_t)
     m = mixture(beta, p_t, p_s)
     return beta * kl(p_t, m) + (1 - beta) * kl(p_s, m)
 
@@ -415,24 +411,12 @@ def skew_rkl(s, t, label, lam):
 
 @per_position
 def abkd(s, t, label, alpha, beta):
-    a = alpha
-    b = beta
-    c = a + b
+    """Its limits, where alpha, beta or their sum is 0, are among the recorded numbers."""
+    c = alpha + beta
     loss = 0.0
     for p, q in zip(softmax(t), softmax(s), strict=True):
-        ln = torch.log(q / p)
-        if a == b == 0:
-            term = ln**2 / 2
-        elif a == 0:
-            term = (b * q**b * ln - q**b + p**b) / b**2
-        elif b == 0:
-            term = (-a * p**a * ln - p**a + q**a) / a**2
-        elif c == 0:
-            term = (a * ln + (p / q) ** a - 1) / a**2
-        else:
-            term = -(p**a * q**b - a / c * p**c - b / c * q**c) / (a * b)
-        loss = loss + term
-    return loss
+        loss = loss + alpha / c * p**c + beta / c * q**c - p**alpha * q**beta
+    return loss / (alpha * beta)
 
 
 @per_position

@@ -159,7 +159,6 @@ def flip(b, at):
 
 
 DAMAGES = {  # from a file's bytes and those of the states of val
-    "a flipped bit": lambda b, val: flip(b, 0),
     "rows exchanged": lambda b, val: exchange(exchange(b, 0, ROW), SUMS, 8),
     # its first seven rows and their checksums
     "rows of another file": lambda b, val: (
@@ -172,8 +171,7 @@ DAMAGES = {  # from a file's bytes and those of the states of val
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_what_was_damaged_is_refused_or_computed_again_and_never_used(name, world):
+def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
     cfg = config(world, "unused")
     states = states_of(cfg)
 
@@ -182,15 +180,17 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(name, worl
 
     assert_all_stored()
     (val,) = world.glob("data/teacher_*.val.states")
-    (file,) = world.glob(f"data/teacher_*{'.safetensors' if 'head' in name else '.train.states'}")
-    file.write_bytes(DAMAGES[name](file.read_bytes(), val.read_bytes()))
-    try:
-        assert states_of(cfg, load=False) is None
-    except UserError as error:
-        assert "is damaged; delete the file, and the same command computes" in str(error)
-        file.unlink()
-    torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
-    assert_all_stored()
+    for name, damage in DAMAGES.items():
+        kind = ".safetensors" if "head" in name else ".train.states"
+        (file,) = world.glob(f"data/teacher_*{kind}")
+        file.write_bytes(damage(file.read_bytes(), val.read_bytes()))
+        try:
+            assert states_of(cfg, load=False) is None, name
+        except UserError as error:
+            assert "is damaged; delete the file, and the same command computes" in str(error)
+            file.unlink()
+        torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
+        assert_all_stored()
 
 
 def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):

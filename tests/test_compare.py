@@ -16,7 +16,6 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
 import zstandard
 
 import configure
@@ -26,7 +25,7 @@ from lib import stats
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
 from lib.stats import estimate, holm, with_half
-from run import checkpoints, ending
+from run import ending
 from run.identity import content_hash, made_by
 from run.scoring import scoring_code
 from study import compare, record
@@ -187,11 +186,13 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
     make_folders(tmp_path)
     launched = []
     monkeypatch.setattr(compare, "run", lambda script, file: launched.append(str(file)))
-    compare.train(students, STUDY, Spec(out=tmp_path))
-    runs = [configure.load([file]) for file in launched]
+    for _ in range(2):  # a command that was cut goes on with the same runs
+        compare.train(students, STUDY, Spec(out=tmp_path))
+    assert launched[:4] == launched[4:]
+    runs = [configure.load([file]) for file in launched[:4]]
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     assert runs[0].methods == plain
-    assert [f"{cfg.out_dir}.py" for cfg in runs] == launched
+    assert [f"{cfg.out_dir}.py" for cfg in runs] == launched[:4]
     assert runs[2].settings_of("alra@x") == {"detach_weights": False, "tau": 3}
 
 
@@ -260,13 +261,11 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     students = record.on_record(STUDY, tmp_path)
     x = students[key]
     assert (x["name"], x["val_ce"]) == ("alra@x_seed1_ab", 4.0)
-    assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
     budgets = {"step": 1, "histogram": {"step": 1, "n": 2}}
     teacher = {"step": 1, "teacher": {"step": 1, "n": 7}}
     assert x["log"] == [*LOG, budgets, teacher]
     stopped = students[other]
     assert (stopped["name"], stopped["why"]) == ("pretrain_seed1_ab", WHY)
-    assert "teacher_flops" not in stopped
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
     append_line(run / "alra@x/results.jsonl", SCORES | {"values": figures})
     shutil.copytree(run, tmp_path / "runs/seed1_cd")  # other students of these names
@@ -352,15 +351,12 @@ def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
 # --- flags
 
 
-def test_a_study_with_a_key_that_is_none_is_refused_and_a_reference_makes_one_table(tmp_path):
+def test_a_reference_makes_one_table(tmp_path):
     study = tmp_path / "study.py"
     study.write_text("_compare = {'tables': (('T', ('alra',), 'alra'),)}")
     argv = ["config/demo.py", str(study)]
     assert compare.arguments(argv)[0].tables
     assert compare.arguments([*argv, "--reference=alra"])[0].tables == ()
-    study.write_text("_compare = {'tittle': 'x'}")
-    with refusal("_compare: cannot be used .*tittle.*; correct its keys"):
-        compare.arguments(argv)
 
 
 # --- runs
@@ -398,6 +394,7 @@ def run(script, *argv):
     """Run a script in this process, which saves the imports. BEGUN has the names of runs."""
     argv = [*map(str, argv)]
     if script == "prepare.py":
+        assert Path(argv[0]).parents[1].joinpath("plan.json").exists()  # else a cut one is refused
         return 0
     BEGUN.append("eval" if script == "eval.py" else Path(argv[0]).stem)
     try:
@@ -499,41 +496,19 @@ def test_what_cannot_be_made_is_in_the_report(argv, compared, tmp_path, monkeypa
         compare.main([*argv, "--val_max_rows=None"])
 
 
-@pytest.mark.parametrize(
-    ("sign", "end"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
-)
-def test_a_signal_ends_the_run(sign, end, tmp_path, monkeypatch):
-    """It ends its process, and waits for it."""
+def test_a_signal_ends_the_run(tmp_path, monkeypatch):
+    """It ends its process, and waits for it. Python itself raises an error at Ctrl-C."""
 
     def wait():
         if not process.terminate.called:
-            signal.raise_signal(sign)
+            signal.raise_signal(signal.SIGTERM)
 
     process = mock.Mock()
     process.wait.side_effect = wait
     monkeypatch.setattr(compare.subprocess, "Popen", lambda command: process)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(end):
+    with pytest.raises(SystemExit):
         compare.main(["config/demo.py", f"--out={tmp_path}/out"])
     assert process.mock_calls == [mock.call.wait(), mock.call.terminate(), mock.call.wait()]
-
-
-def test_a_comparison_that_was_cut_ends_in_the_same_tables(argv, compared, tmp_path, monkeypatch):
-    """Cut in a run that has a checkpoint. test_train.py kills one."""
-    argv = [*argv, "--methods=pretrain,tad", "--seeds=1", "--checkpoint_every_steps=1"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    update = mock.Mock(wraps=train.update, side_effect=[mock.DEFAULT, KeyboardInterrupt])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "update", update)
-        compared([*argv, f"--out={cut}"])
-    checkpoints.WRITER.submit(int).result()  # what a process that was killed would not write
-    assert read_json(cut / "plan.json")["students"] == []
-    results = []
-    for out in (whole, cut):
-        assert compared([*argv, f"--out={out}"]) == ["seed1", "eval"]
-        assert len([*out.glob("runs/seed1_*.py")]) == 1  # the run that was cut went on
-        results.append([(x["method"], x["ce"], x["kl"], x["made_by"]) for x in students_of(out)])
-    assert results[0] == results[1]
 
 
 # --- the report
@@ -714,25 +689,6 @@ def test_a_committed_study_is_what_its_plan_says(study):
         assert x["val_ce"] == trial["val_ce"]
     keys = {(record.record_hash(x["made_by"]), x["step"]) for x in facts}
     assert len(keys) == len(facts)  # no student is there twice
-
-
-@pytest.mark.parametrize("study", STUDIES)
-def test_a_stranger_recomputes_a_report_from_its_files(study):
-    """Differences to vanilla KD and their intervals, with pandas and scipy alone."""
-    students = pd.read_json(RESULTS / study / "students.jsonl.zst", lines=True).set_index("name")
-    plan = json.loads((RESULTS / study / "plan.json").read_text())
-    planned = pd.DataFrame(plan["students"]).join(students["ce"], on="name")
-    ces = planned.pivot(index="seed", columns="method", values="ce")
-    report = (RESULTS / study / "README.md").read_text()
-    table = report.split(": difference to vanilla_kd")[1].split("\n\n")[1]
-    rows = re.findall(r"^\| (\S+)(?: †)? \| (\S+) ± ([\d.]+),", table, re.M)  # of several seeds
-    for method, mean, half in rows:
-        gain = (ces[method] - ces["vanilla_kd"]).dropna()
-        t = scipy.stats.t.ppf(0.975, len(gain) - 1)
-        assert (f"{gain.mean():+.4f}", f"{t * gain.sem():.4f}") == (mean, half), method
-    seeds = ces.drop(columns="vanilla_kd").sub(ces["vanilla_kd"], axis=0).count()
-    shown = {line.split()[1] for line in table.splitlines()[2:]}
-    assert len(rows) == sum(seeds[method] > 1 for method in shown)
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -53,9 +53,6 @@ lr min_lr clip => NaN => 1e-9
 def test_each_number_has_its_bound(keys, refused, taken):
     # so that no key contradicts another
     base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}
-    huge = 10**400  # more than a float can hold
-    with refusal(f"^lr={huge}: expected float"):
-        Config(lr=huge)
     for key in keys.split():
         with refusal(rf"^{key}=-?[\d.na]+: expected "):
             Config(**{**base, key: json.loads(refused)})
@@ -152,8 +149,6 @@ def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_the
     path = write(tmp_path, f"methods = ('alra', 'tad')\n{hyper = }\n")
     assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra", "alra@a"}
     assert load([path, "--methods=tad"]).hyper == {"tad": {"beta": 1.0}}
-    with pytest.raises(UserError, match=r"settings of \['alra'\], not among methods"):
-        load([path, "--methods=tad", "--alra.gamma=9"])
 
 
 def test_guard_leaves_the_traceback_of_what_nobody_foresaw(capsys, tmp_path, monkeypatch):
@@ -197,6 +192,7 @@ prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9 => UserError: w
 -m run.cache --lrr=1 >&- <&- => UserError: --lrr=1: no such key
 eval.py x --tasks=foo => UserError: --tasks: no ['foo'] in
 tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected float 0 or more
+tools/sample.py x --prompt=$(printf '\\377') => UserError: --prompt: cannot be used (UnicodeEncodeE
 tools/plot.py x --outt=y => usage: plot.py
 tools/bench.py gpuu => usage: bench.py
 study/compare.py config/demo.py --seeds=0 => UserError: seeds=0: expected

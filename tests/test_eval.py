@@ -43,11 +43,6 @@ WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
 JOINED = "rain| on"  # three tokens of "rain" become "rain " and two more, of "on"
 
-ARC = (
-    '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
-    '"answerKey": "B"}'
-)
-ARC_ASKED = ["Question: Why?\nAnswer:| So.", "Question: Why?\nAnswer:| No way."]
 # An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
 PROMPTS = json.loads(r"""{
 "arc_easy": [
@@ -278,7 +273,7 @@ def test_requests_without_an_answer_are_refused(student, tokenizer, pair, proble
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
 
 
-def lm_evals_own(folder, tokenizer, **keys):
+def lm_evals_own(folder, tokenizer):
     """Return lm-eval's Hugging Face backend."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
     from lm_eval.models.huggingface import HFLM
@@ -324,14 +319,13 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         score_pairs(scorer, pair)
 
 
-@pytest.mark.parametrize("family", ["mamba", "gemma2", "phi", "granite"])
-def test_models_that_transformers_computes_are_scored_as_by_lm_eval(family, tokenizer, tmp_path):
+def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(tokenizer, tmp_path):
+    """test_teacher.py has the logits of other families."""
     torch.manual_seed(3)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8}
-    shape |= {"final_logit_softcapping": 3.0, "logits_scaling": 1.7}  # of Gemma 2, of Granite
-    config = transformers.AutoConfig.for_model(family, **shape, pad_token_id=0)
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0}
+    config = transformers.AutoConfig.for_model("gemma2", **shape, pad_token_id=0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pairs = [("rain on", " seven boats 13 quiet"), ("", "dog under old trees"), ("a", " cat")]
@@ -506,8 +500,6 @@ def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path)
     expected = rf"{name}/{split}.jsonl, item 1: .*{problem}.*expected an item of {name}"
     with refusal(expected):
         tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
-    write_items(tmp_path, name, split, [good, good])
-    assert tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
 
 
 @pytest.fixture(scope="module")
@@ -671,17 +663,14 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
     sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-320".split())
     _, alra, link, teacher = capsys.readouterr().out.split("--- ")
     tokenizer = load_tokenizer(f"{trained}/teacher")
-    for text, model in (
-        (alra, make_model(STUDENT, 9, 7.0)),
-        (teacher, make_model(TEACHER, 6, 7.0)),
-    ):
-        ids = [0, *tokenizer.encode("the")]
-        for _ in range(9):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-            if ids[-1] == 0:
-                break
-        assert text.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
-    assert link.partition("\n")[2] == alra.partition("\n")[2]
+    model = make_model(STUDENT, 9, 7.0)
+    ids = [0, *tokenizer.encode("the")]
+    for _ in range(9):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        if ids[-1] == 0:
+            break
+    assert alra.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
+    assert link.partition("\n")[2] == alra.partition("\n")[2] != teacher.partition("\n")[2]
     texts = []
     for flag in ("--temperature=0", "--seed=1", "--seed=1", "--seed=2"):
         sample.main([f"{out}/alra", "--prompt=the", "--tokens=9", flag])
@@ -691,8 +680,6 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
         sample.main([f"{out}/alra", "--prompt", prompt, "--tokens=0"])
         output = capsys.readouterr()
         assert output.out == f"{prompt}\n" and output.err.count("ends in a blank") == told
-    with refusal("--prompt: .*expected UTF-8"):
-        sample.main([f"{out}/alra", "--prompt", "\udcff"])
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
     make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
     opened = sample.open_checkpoint(str(tmp_path / "short"))
@@ -717,7 +704,7 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
     assert len(read_jsonl(file)) == 2
 
 
-def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
+def test_a_command_replaces_no_results_but_its_own(out, data):
     """Not those of other items, rows, teacher, protocol or code."""
     alra = out / "alra"
     items = shutil.copytree(data, out / "items")

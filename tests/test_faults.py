@@ -215,6 +215,7 @@ run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=x* => source=x\*: no such file
 {PREPARE} --source=pyhton => source=pyhton: cannot be used .*; expected a file or a hub dataset
 {PREPARE} --source=cfg.py => cfg.py
+{PREPARE} --source=text --source_split=validation => source=text: split, config and revision are for
 {PREPARE} --teacher=none => tokenizer=None, teacher=None
 {PREPARE} --val_rows=1000 => leave no row for train
 {PREPARE} --n_documents=2 --val_rows=0 --val_share=1e-6 => 2 records leave no row for val
@@ -414,6 +415,32 @@ lacks its eos_token '</s>'
 a text contains its eos_token
 {PREPARE} --tokenizer=other => {OTHER}/tokenizer.json \
 normalizer={{"type":"Prepend","prepend":"x"}} => document 0: text/a.jsonl, record 1: .*adds 'x' to
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json add_bos_token=true \
+bos_token="<|endoftext|>" => other: add_bos_token is True in .*adds no BOS; .* set bos=none
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json add_bos_token=false then set \
+other/tokenizer.json post_processor={{"type":"TemplateProcessing","single":[{{"SpecialToken":\
+{{"id":"<|endoftext|>","type_id":0}}}},{{"Sequence":{{"id":"A","type_id":0}}}}],"pair":[\
+{{"Sequence":{{"id":"A","type_id":0}}}},{{"Sequence":{{"id":"B","type_id":1}}}}],\
+"special_tokens":{{"<|endoftext|>":{{"id":"<|endoftext|>","ids":[0],"tokens":\
+["<|endoftext|>"]}}}}}} => other: add_bos_token is False in .*adds a BOS; .* set bos=none
+{PREPARE} --tokenizer=other => {OTHER}/tokenizer.json added_tokens=[{{"id":0,"content":\
+"<|endoftext|>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,\
+"special":true}},{{"id":300,"content":"<think>","single_word":false,"lstrip":false,\
+"rstrip":false,"normalized":false,"special":false}}] => \
+give '<think>' the id 300, but it is loaded with 257
+{PREPARE} --source=s => mkdir s; cd s; touch train-00000-of-00001.txt \
+validation-00000-of-00001.txt => source=s: has files of train, valid; name those of one
+{PREPARE} bad.py => echo 'source = [{{"name": "text", "split": "x"}}]' > bad.py => \
+source=text: split, config and revision are for the hub; name the files
+{PREPARE} bad.py => echo 'source = [{{"name": "text", "config": "x"}}]' > bad.py => \
+source=text: split, config and revision are for the hub; name the files
+{PREPARE} bad.py => echo 'source = [{{"name": "text", "revision": "x"}}]' > bad.py => \
+source=text: split, config and revision are for the hub; name the files
+{PREPARE} --source=t.jsonl.gz => (printf '{{"text": "'; head -c 99999 /dev/urandom | base64 -w0; \
+printf '"}}\n') | gzip | head -c 60000 > t.jsonl.gz => t.jsonl.gz: cannot be used .EOFError
+{COMPARE} study.py => echo "_compare = {{'tittle': 'x'}}" > study.py => \
+_compare: cannot be used .*tittle.*; correct its keys
+{NEW} bad.py => echo "lr = 10**400" > bad.py => lr=10+: expected float
 {PREPARE} --tokenizer=other => \
 {OTHER}/tokenizer.json decoder={{"type":"WordPiece","prefix":"##","cleanup":true}} => \
 tokenizer: decoder .'WordPiece'.: expected a byte-level one
@@ -592,9 +619,13 @@ def permissions():
 @pytest.mark.parametrize(
     ("command", "cause", "message"), CASES, ids=[f"{c[0].split()[0]}: {c[2]}" for c in CASES]
 )
-def test_a_broken_input_is_one_line_and_nothing_is_lost(command, cause, message, folder, capfd):
-    apply(cause)
-    before = contents(folder)
+def test_a_broken_input_is_one_line_and_nothing_is_lost(
+    command, cause, message, pristine, folder, capfd
+):
+    _, before = pristine
+    if cause != ":":
+        apply(cause)
+        before = contents(folder)
     with permissions():
         code = run(command)
     lines = re.split(r"[\r\n]+", capfd.readouterr().err)
@@ -703,8 +734,8 @@ def test_a_lock_for_which_there_is_no_space_is_one_line(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, whole)
 
 
-# a log; a tokenizer, weights, moments; stored hidden states
-@pytest.mark.parametrize("limit", [1_000, 7_000, 15_000, 100_000])
+# a log and a tokenizer; weights or moments
+@pytest.mark.parametrize("limit", [1_000, 15_000])
 def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
     limit, folder, monkeypatch, capsys
 ):
@@ -727,7 +758,7 @@ def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
             code = run(command)
         resource.setrlimit(resource.RLIMIT_FSIZE, whole)
         output = capsys.readouterr()
-        assert code == (last == 99 and limit < 100_000)
+        assert code == (last == 99)
         assert code == output.err.count("Error: new/")
         assert run(command) == 0 and end_of("new") == end_of("run")
         for method in ("pretrain", "alra"):
@@ -740,7 +771,7 @@ def test_incomplete_libraries_in_the_compile_cache_are_removed(tmp_path, monkeyp
     whole = Path(torch._C.__file__).read_bytes()
     start, n = struct.unpack_from("=Q12xH", whole, 40)
     whole = whole[: start + 64 * n]  # a linker writes nothing after this table
-    for name, size in {"empty": 0, "header": 40, "tenth": len(whole) // 10, "most": -1}.items():
+    for name, size in {"header": 40, "most": -1}.items():
         (tmp_path / f"{name}.so").write_bytes(whole[:size])
     (tmp_path / "zeros.so").write_bytes(bytes(len(whole)))
     for file in tmp_path.iterdir():
@@ -753,7 +784,7 @@ def test_incomplete_libraries_in_the_compile_cache_are_removed(tmp_path, monkeyp
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     repair_compile_cache()
     assert {p.name for p in tmp_path.iterdir()} == {"whole.so", "unfinished.so", "a.py"}
-    assert capsys.readouterr().err.count(".so, incomplete") == 5
+    assert capsys.readouterr().err.count(".so, incomplete") == 3
 
 
 NO_MEMORY = (

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import math
-import random
 import re
 import typing
 from collections import namedtuple
@@ -136,8 +135,6 @@ alra: d_max=17, gamma=0.0, lambda_pair=0.0
 reverse_kl: tau=2.0
 jsd
 jsd: beta=0.1, tau=2.0
-jsd: beta=0.0
-jsd: beta=1.0
 tvd
 dkd
 dkd: tau=1.0, alpha=0.3, beta=2.0
@@ -159,12 +156,6 @@ skew_rkl
 skew_rkl: lam=0.7
 skew_rkl: lam=0.0
 abkd
-abkd: alpha=0.5, beta=0.0
-abkd: alpha=0.0, beta=0.5
-abkd: alpha=0.5, beta=-0.5
-abkd: alpha=0.0, beta=0.0
-abkd: alpha=1.0, beta=0.0
-abkd: alpha=0.0, beta=1.0
 abkd: alpha=-0.3, beta=0.9
 akl
 akl: mu=0.01
@@ -199,7 +190,7 @@ def awkward(kind):
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_naive_loops_agree(name, settings, kind, monkeypatch):
     """Whatever the size of the blocks by which the largest of 37 logits are found."""
-    size = {"mixed": 1, "two": 99}.get(kind, 8)
+    size = {"mixed": 1, "ties": 2, "two": 99}.get(kind, 8)
     monkeypatch.setattr(vocab, "SMALL_BLOCK", size)
     inputs = awkward(kind)
     fn = getattr(losses, name)
@@ -277,19 +268,6 @@ def test_of_equally_hard_positions_the_first_are_kept(name):
     assert loss.nonzero().flatten().tolist() == [0, 1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])  # 199 = 24 * 8 + 7
-@pytest.mark.parametrize("k", [1, 5, 12])
-def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatch):
-    monkeypatch.setattr(vocab, "SMALL_BLOCK", size)
-    g = torch.Generator().manual_seed(k)
-    tied = torch.randint(30, (17, 199), generator=g).float()
-    distinct = torch.randn(5, 199, generator=g)
-    for z in (tied, torch.zeros(3, 199), distinct):
-        z[1, -3:] = 99.0  # in the last, shorter block
-        assert vocab.top(z, k).tolist() == [naive.top(row, k) for row in z]
-        refused("k=200: expected at most V=199", vocab.top, z, 200)
-
-
 # ----------------------------------------------------------------------------------------------
 # identities
 
@@ -340,23 +318,6 @@ def test_few_or_no_valid_positions(name, n_valid):
         assert loss == 0
         assert not gradient.any()
         assert not any(terms.values())
-
-
-@pytest.mark.parametrize("name", KD_ROWS)
-def test_the_teacher_is_constant(name):
-    z_s, z_t, y = case()
-    z_s.requires_grad_()
-    z_t.requires_grad_()
-    kd(name, z_s, z_t, y).sum().backward()
-    assert z_t.grad is None
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_narrow_logits_are_widened_not_computed_with(name):
-    z_s, z_t, y = case(v=101, dtype=torch.bfloat16)
-    widened = kd(name, z_s.float(), z_t.float(), y)
-    assert torch.equal(kd(name, z_s, z_t, y), widened)
-    assert kd(name, z_s.double(), z_t, y).dtype == torch.float64
 
 
 # ----------------------------------------------------------------------------------------------
@@ -420,7 +381,7 @@ def assert_near_fp64(name, z_s, z_t, y, bar):
 @pytest.mark.parametrize(("n", "v"), [(13, 1009), (3, 151_936)])
 @pytest.mark.parametrize("name", ROWS)
 def test_fp32_is_within_1e_5_of_fp64(name, n, v):
-    stride = 2 if v > 1e5 else 1  # every second regime
+    stride = 4 if v > 1e5 else 1  # a first student, a near one, tokens that underflow
     for z_s, z_t, y in itertools.islice(regimes(n, v), 0, None, stride):
         assert_near_fp64(name, z_s, z_t, y, KINK.get((name, v), 1e-5))
 
@@ -511,8 +472,10 @@ def test_the_table_is_that_of_the_paper(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_methods_loss_is_its_weighted_terms(name):
+    """And the teacher is a constant."""
     z_s, z_t, y = case()
     z_s.requires_grad_()
+    z_t.requires_grad_()
     n = (y != IGNORE).sum()
     row = METHODS[name]
     loss, terms = method_loss(name, z_s, z_t, y)
@@ -531,6 +494,8 @@ def test_a_methods_loss_is_its_weighted_terms(name):
         assert_close(terms[key], value.detach())
         assert not terms[key].requires_grad
     assert_close(loss, expected["loss"])
+    loss.backward()
+    assert z_t.grad is None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -556,7 +521,6 @@ def test_bad_shapes_are_refused_by_name():
         z_t[2, 5] = masked
         refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
         refused("z_s: expected logits above -1e+30", losses.alra, z_t, z_s, y)
-        refused("z_s: expected logits above -1e+30", losses.cross_entropy, z_t, None, y)
     z_s, z_t, y = case()
     refused("y: expected int64 labels, got torch.int32", losses.alra, z_s, z_t, y.int())
     refused("z_t: this method needs teacher logits, got None", method_loss, "tad", z_s, None, y)
@@ -690,7 +654,6 @@ PART = r"part extra: expected a tensor \[N\], .* got "
 LEAVE = "expected one number per position, in fp32 or wider, 0 where ignored: end with `return le"
 TRIED = [
     (_by_hand, ""),
-    (_left(), ""),
     (_left(mean="all"), READ),
     (_scaled, READ),
     (_random, ""),
@@ -698,27 +661,19 @@ TRIED = [
         _with_part(lambda *z: torch.rand(len(z[2]))),
         "equal calls differ; .* keyword `generator: torch.Gen",
     ),
-    (lambda *z: losses.reverse_kl(*z) * random.random(), "equal calls differ"),
     (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
     (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
     (_with_part(lambda *z: None), PART + r"\[None\]"),
     (_with_part(lambda *z: z[0].mean()), PART + r"\(\)"),
     (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
-    (losses.Method(losses.jsd, {"tua": 2.0}), "takes no tua; it takes beta, tau, .* mean tau"),
     (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (lambda z_s, z_t, y, *, tau=1.0: y, "tau has no annotation; write tau: float"),
     (losses.Method(_left(), in_chunks=True), "half a forward batch .* through `whole_batch`"),
     (losses.Method(losses.bild, moving={"top_k": lambda progress: 2.0}), "top_k=2.0: expected 3"),
-    (losses.Method(losses.jsd, moving={"beta": losses.ramp(0.1, 0.9)}), ""),
     (_remembers(), "equal calls differ; keep a state as docs/objectives.md shows"),
-    (_with_state(lambda state, x: {"mean": x}), ""),
     (_with_state(lambda state, x: {"mean": state["mean"].add_(x)}), "state.'mean'. is changed in"),
     (_with_state(lambda state, x: {"other": x}), "state: expected detached ten"),
-    (
-        _with_state(lambda state, x: {"mean": x[None]}),
-        "state: expected detached ten",
-    ),
     (
         _with_state(lambda state, x: {"mean": state["mean"] + 1})._replace(
             state={"mean": torch.zeros((), dtype=torch.int64)}
@@ -733,7 +688,6 @@ TRIED = [
     (lambda *z: _left()(*z).half(), LEAVE),
     (lambda *z: (_left()(*z), 1.0), r"a tensor \[N\], or a NamedTuple .*; got tuple"),
     (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), "z_s is changed in place; write x = x / 2"),
-    (lambda *z: losses.leave(_squares(*z)[0]), r"leave\(\) missing 1 .* 'valid' \("),
     (
         lambda z_s, z_t, y: z_s.gather(1, y[:, None]),
         r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)",
@@ -798,10 +752,9 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
         assert kd(name, z_s, z_t, y)[0].isnan(), name
 
 
-@pytest.mark.parametrize("V", [53, 4096])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_objective_passes_its_trial(name, V):
-    trial.check_settings(name, V)
+def test_every_objective_passes_its_trial(name):
+    trial.check_settings(name, 53)
 
 
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
@@ -816,16 +769,13 @@ def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
 
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine, {"scale": 3.0}, w_kd=0.5))
     z_s, z_t, y = case()
-    loss, terms = method_loss("mine", z_s, z_t, y)
+    _, terms = method_loss("mine", z_s, z_t, y)
     assert list(terms) == ["loss", "kd", "ce", "largest"]
     valid = y != IGNORE
     assert_close(terms["largest"], z_t.amax(-1)[valid].mean())
-    expected = losses.reverse_kl(z_s, z_t, y).sum() / valid.sum()
-    assert_close(loss, 1.5 * expected)
     assert losses.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
     scale = losses.resolve("mine", scale=2).hyper["scale"]
     assert type(scale) is float  # as `--mine.scale=2` gives it
-    refused("mine.scale='big': expected float", losses.resolve, "mine", scale="big")
 
 
 def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
@@ -838,12 +788,6 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     alone = torch.cat([first, second])
     assert_close(both, alone)
     assert not torch.allclose(losses.tad(z_s, z_t, y, top_k=5), alone)
-    y[6:] = IGNORE  # a sequence without valid positions
-    z_s.requires_grad_()
-    both = losses.tad(z_s, z_t, y, top_k=5, n_sequences=2)
-    both.sum().backward()
-    assert z_s.grad.isfinite().all()
-    assert not z_s.grad[6:].any()
     refused("n_sequences=5: expected a divisor of N=12", losses.tad, z_s, z_t, y, n_sequences=5)
     assert "n_sequences" not in losses.settings("tad")
 
@@ -879,13 +823,6 @@ def test_abkds_limits_are_approached_in_fp32(small):
             assert_near(gradient, exact[1], 1e-5)
 
 
-def test_akl_at_equality_is_zero():
-    _, z_t, y = case(dtype=torch.float32)
-    loss, gradient = value_and_gradient(losses.akl, z_t, z_t, y)  # its weight is 0 / 0
-    assert not loss.any()
-    assert gradient.abs().max() < 1e-6
-
-
 def test_constant_logits_are_standardized():
     z_s, z_t, y = case(ignored=())
     z_s[3] = 5.0
@@ -900,8 +837,7 @@ def test_taids_t_moves_over_the_run():
         method = losses.resolve(name, **settings)
         return methods.scheduled_settings(method, step, 1000)
 
-    for step, t in ((0, 0.4), (500, 0.7), (1000, 1.0)):
-        assert at("taid", step, w_ce=1.0) == {"t": pytest.approx(t)}
+    assert at("taid", 500, w_ce=1.0) == {"t": pytest.approx(0.7)}
     assert at("taid", 500, t=0.2) == {}  # a value that was set stays
     assert at("alra", 500, gamma=3.0) == {}
     student = SimpleNamespace(name="taid", method=METHODS["taid"], state={})
@@ -910,7 +846,7 @@ def test_taids_t_moves_over_the_run():
 
 
 TRACED = """
-    pretrain pd atkd ldrld bild adakd sekd dkd mse_logits jsd
+    atkd ldrld bild adakd sekd dkd mse_logits jsd
     skew_fkl skew_rkl abkd topk_tail logit_std akl todi taid
 """
 

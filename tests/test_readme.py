@@ -129,7 +129,7 @@ def run(copy, monkeypatch, capfd):
         is_long = script == "study/compare.py" and "study/results/" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
             return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
-        if script == "train.py" and argv != ["--help"]:
+        if script == "train.py":
             cfg = configure.load(argv)
             shutil.rmtree(cfg.out_dir, ignore_errors=True)
             provide(cfg.data_dir)
@@ -190,13 +190,9 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     steps = dict(re.findall(names + r"\n```\w+\n(.*?)```", PAGES, re.S))
     assert list(steps) == ["step 1", "step 2", "step 3", "extras", "hidden states", "optimizers"]
     monkeypatch.setitem(losses.METHODS, "sqrt_kd", None)
-    mine = world.import_objective(steps["step 1"] + steps["step 2"], copy)
+    world.import_objective(steps["step 1"] + steps["step 2"], copy)
     printed = [run(command) for command in steps["step 3"].splitlines()]
     assert "sqrt_kd tau=1.5" in printed[2] and (copy / "out/sqrt_kd/curves.png").is_file()
-    z = torch.randn(7, 11)
-    y = torch.arange(7)
-    y[2] = losses.IGNORE
-    assert mine.sqrt_kd(z, z, y).abs().max() < 1e-6 and mine.sqrt_kd(z, -z, y)[2] == 0
 
     edited = dict(train.__dict__)
     make_student = inspect.getsource(train.make_student)

@@ -132,7 +132,7 @@ def test_learning_rates_by_hand():
     assert paper == pytest.approx([6e-4 / 512, 6e-4, 3.3e-4, 6e-5], rel=1e-4)
 
 
-def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
+def test_row_order_is_a_function_of_step_and_seed_alone():
     assert row_order(24, 4, 97, None).tolist() == [96, 0, 1, 2]  # into the next pass
     first, second = (row_order(step, 97, 97, 1234).tolist() for step in (0, 1))
     assert first != second
@@ -141,11 +141,6 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
     assert row_order(0, 5, 1000, 1234).tolist() == [722, 185, 218, 946, 259]
     for n in (1, 2, 3, 97, 1023, 1024, 1025):
         assert sorted(row_order(2, n, n, 5)) == [*range(n)]
-    for seed in (None, 5):
-        cfg = config(tiny, UNUSED, shuffle=bool(seed), seed=seed or 7, micro_batch=4)
-        rows = open_rows(tiny)
-        x, *_ = next(train.micro_batches(rows, None, [3], cfg))
-        assert torch.equal(x, rows.batch(row_order(3, 4, 97, seed), CPU)[0])
 
 
 def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
@@ -246,20 +241,22 @@ def gradients(tiny, **keys):
 
 
 def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
-    """Rows are of unequal length."""
+    """Rows are of unequal length. Chunks of positions change rounding alone."""
 
-    def vectors(micro_batch, group=1):
-        grads = gradients(tiny, batch_rows=16, micro_batch=micro_batch, group=group)
+    def vectors(micro_batch, **keys):
+        grads = gradients(tiny, batch_rows=16, micro_batch=micro_batch, **keys)
         return {name: torch.nn.utils.parameters_to_vector(g) for name, g in grads.items()}
 
     one = vectors(1)
     four = vectors(4)
     sixteen = vectors(16)
     grouped = vectors(4, group=4)
+    chunks = vectors(4, group=4, chunk_positions=7)
     for name, vector in one.items():
         for other in (four, sixteen):
             assert (vector - other[name]).norm() < 1e-6 * vector.norm(), name
         assert (vector - grouped[name]).norm() > 1e-3 * vector.norm(), name
+        assert 0 < (chunks[name] - grouped[name]).norm() < 1e-6 * vector.norm(), name
 
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
@@ -290,9 +287,9 @@ def test_updates_are_those_of_an_adamw_written_by_hand(tiny, monkeypatch, decay_
     cfg = config(tiny, UNUSED, f"--methods=pretrain {flags} {adam} --decay_1d={decay_1d}")
     student = train.make_student("pretrain", cfg)
     parameters = list(student.model.parameters())
+    first = [p.detach().double() for p in parameters]
     clip = train.clip_gradients
     grads = []
-    weights = [[p.detach().double() for p in parameters]]
 
     def keep(ps, max_norm):
         grads.append([p.grad.double() for p in parameters])
@@ -302,26 +299,23 @@ def test_updates_are_those_of_an_adamw_written_by_hand(tiny, monkeypatch, decay_
     stream = train.micro_batches(open_rows(tiny), None, range(4), cfg)
     for step in range(4):
         train.update([student], None, stream, step, cfg)
-        weights.append([p.detach().double() for p in parameters])
     rates = [0.005, 0.01]
     for n in (1, 2):
         rates.append(0.001 + 0.009 * (1 + math.cos(math.pi * n / 3)) / 2)
     norms = [math.sqrt(sum(float((g * g).sum()) for g in update)) for update in grads]
     assert min(norms) < 1.5 < max(norms)
-    for i, first in enumerate(weights[0]):
-        w = first
-        m = torch.zeros_like(w)
-        v = torch.zeros_like(w)
-        for n, (rate, norm) in enumerate(zip(rates, norms, strict=True), 1):
-            g = grads[n - 1][i] * min(1.5 / norm, 1.0)
+    for p, start, *gradients in zip(parameters, first, *grads, strict=True):
+        w = start
+        m = v = torch.zeros_like(w)
+        for n, (rate, norm, g) in enumerate(zip(rates, norms, gradients, strict=True), 1):
+            g = g * min(1.5 / norm, 1.0)
             if decay_1d or w.ndim > 1:
                 w = w - rate * 0.1 * w
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g**2
             w = w - rate * (m / (1 - beta1**n)) / ((v / (1 - beta2**n)).sqrt() + 1e-4)
-            way = (w - first).norm()
-            error = (weights[n][i] - w).norm()
-            assert error < 1e-5 * way + 2e-7 * w.norm() < 1e-3 * way, (n, i)
+        way = (w - start).norm()
+        assert (p - w).norm() < 1e-5 * way + 2e-7 * w.norm() < 1e-3 * way
 
 
 class Counted(torch.optim.AdamW):
@@ -365,15 +359,13 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
 
 def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
     """torch's own norm of these is 0.2 % low on one thread of a CPU: it adds in fp32."""
-    big, small, unused = (torch.nn.Parameter(torch.zeros(n)) for n in (1 << 22, 3, 5))
+    big, unused = (torch.nn.Parameter(torch.zeros(n)) for n in (1 << 22, 5))
     big.grad = torch.full_like(big, 1e-4)
-    small.grad = torch.full_like(small, 0.1)
-    norm = math.sqrt((1 << 22) * float(big.grad[0]) ** 2 + 3 * float(small.grad[0]) ** 2)
+    norm = 2**11 * 1e-4
     for max_norm, scale in ((1.0, 1.0), (0.05, 0.05 / norm)):
-        clipped = train.clip_gradients(iter((big, unused, small)), max_norm)
+        clipped = train.clip_gradients(iter((big, unused)), max_norm)
         assert clipped.item() == pytest.approx(norm, rel=1e-6)
-        for p, g in ((big, 1e-4), (small, 0.1)):
-            assert (p.grad / (g * scale) - 1).abs().max() < 1e-5
+        assert (big.grad / (1e-4 * scale) - 1).abs().max() < 1e-5
 
 
 def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, printed, run):
@@ -387,14 +379,10 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
     run(tmp_path, flags)
     sha = read_json(tmp_path / "pretrain/run.json")["init_sha256"]
     assert sha == weights_hash(model) and sha[:12] in printed()
-    # it had learnt something
-    ces = [with_key(out, "pretrain", "val_ce")[0]["val_ce"] for out in (finished, tmp_path)]
-    assert ces[1] < ces[0]
 
 
 def test_a_run_leaves_logs_and_facts(finished):
     sha = weights_hash(init_student(STUDENT))
-    first_ces = set()
     for method in METHODS:
         steps = with_key(finished, method, "loss")
         checks = with_key(finished, method, "val_ce")
@@ -402,14 +390,11 @@ def test_a_run_leaves_logs_and_facts(finished):
         assert [r["step"] for r in checks] == [3, 6]
         assert {"lr", "gnorm", "tok_per_sec"} <= {*steps[0]}
         assert steps[-1]["nominal_tokens"] == 6 * 4 * SEQ > steps[-1]["valid_tokens"] > 0
-        first_ces.add(steps[0]["ce"])
         assert checks[1]["val_ce"] < checks[0]["val_ce"]
         assert method == "pretrain" or checks[1]["val_kl"] < checks[0]["val_kl"]
         facts = read_json(finished / method / "run.json")
         assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
         assert "differs_in_transformers" not in facts
-    assert {"mass", "local", "rest", "pair", "d_u"} <= {*steps[0]}
-    assert len(first_ces) == 3
 
 
 def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished, tmp_path, run):
@@ -479,7 +464,6 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         (2, 0.01, "2 held-out rows are too few to tell"),
         (8, None, "8 held-out rows are too few to tell"),
         (8, 0.01, ""),
-        (5, 0.1, "5 held-out rows give a CE to about ± 0.20 nats"),
     ],
 )
 def test_few_validated_rows_are_told(n_rows, half, said, capsys):
@@ -701,7 +685,7 @@ def test_a_checkpoint_that_is_being_written_is_completed_before_an_error_ends_th
     write = checkpoints.write_checkpoints
 
     def write_late(*args):
-        time.sleep(0.5)
+        time.sleep(0.2)
         write(*args)
 
     def fail(students, step, cfg):
@@ -786,48 +770,32 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 
 def test_tensorboard_and_wandb_get_the_entries_of_the_log(tmp_path, monkeypatch, run):
     """TensorBoard gets numbers alone. W&B has `step` as its x-axis, which may go back."""
-    boards = collections.defaultdict(mock.Mock)
-    services = collections.defaultdict(mock.Mock)
-    purged = set()
-    module = mock.Mock(SummaryWriter=lambda at, purge_step: purged.add(purge_step) or boards[at])
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    init = mock.Mock(side_effect=lambda **keys: services[keys["name"]])
-    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
+    tensorboard = mock.Mock()
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for n in (4, 6):
-        run(tmp_path, "--methods=pretrain,alra --tensorboard=True --wandb_project=p", max_steps=n)
-    assert purged == {1, 5}
+        run(tmp_path, "--methods=alra --tensorboard=True --wandb_project=p", max_steps=n)
     ids = set()
-    for call in init.call_args_list:
+    for call in wandb.init.call_args_list:
         keys = call.kwargs
         assert (keys["project"], keys["group"], keys["resume"]) == ("p", str(tmp_path), "allow")
         ids.add((keys["name"], keys["id"], keys["config"]["method"]))
-    assert len(ids) == len(services) == 2
+    assert len(ids) == 1
+    lines = records(tmp_path, "alra")
+    assert len(lines) == 6
     axis = mock.call.define_metric("*", step_metric="step")
-    for name in services:
-        lines = records(tmp_path, name)
-        assert len(lines) == 6
-        calls = [mock.call.log(r) for r in lines]
-        assert services[name].mock_calls == [axis, *calls[:4], axis, *calls[4:]]
-        scalars = []
-        for r in lines:
-            step = r.pop("step")
-            del r["time"]
-            scalars += [mock.call(key, x, step) for key, x in r.items() if x is not None]
-        board = boards[tmp_path / name / "tensorboard"]
-        assert board.add_scalar.call_args_list == scalars
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_records_wait_for_room_on_the_disk(tmp_path, printed):
-    file = tmp_path / "log.jsonl"
-    file.symlink_to("/dev/full")
-    for step in range(4):
-        if step == 2:
-            file.unlink()
-        log.append(file, {"step": step})
-    assert [r["step"] for r in world.read_jsonl(file)] == [0, 1, 2, 3]
-    message = f"{file}: cannot be written ([Errno 28] {FULL}); free some space or check"
-    assert printed().count(message) == 1
+    calls = [mock.call.log(r) for r in lines]
+    assert wandb.init.return_value.mock_calls == [axis, *calls[:4], axis, *calls[4:]]
+    board = tmp_path / "alra/tensorboard"
+    starts = [mock.call(board, purge_step=step) for step in (1, 5)]
+    assert tensorboard.SummaryWriter.call_args_list == starts
+    scalars = []
+    for r in lines:
+        step = r.pop("step")
+        del r["time"]
+        scalars += [mock.call(key, x, step) for key, x in r.items() if x is not None]
+    assert tensorboard.SummaryWriter.return_value.add_scalar.call_args_list == scalars
 
 
 def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
@@ -874,38 +842,35 @@ def test_moving_settings_are_in_the_log(tmp_path, run):
     assert values == pytest.approx([0.4 + 0.6 * 2 / 6, 0.4 + 0.6 * 5 / 6])
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a compiler was killed"), UserError("no room")])
-def test_an_error_after_a_signal_is_to_be_tried_again(
-    tiny, tmp_path, monkeypatch, hook_update, error
+def of_a_card(number):
+    error = torch.AcceleratorError("CUDA error")
+    error.error_code = number  # as torch sets it: 214 is an uncorrectable memory error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "code"),
+    [
+        (["SIGTERM"], RuntimeError("a compiler was killed"), 75),
+        (["SIGTERM"], UserError("no room"), 75),
+        ([], of_a_card(214), 75),
+        ([], of_a_card(710), 1),  # an assertion of a kernel
+    ],
+)
+def test_an_error_after_a_signal_and_a_card_that_fails_are_to_be_tried_again(
+    tiny, tmp_path, hook_update, signals, error, code
 ):
-    """As when a scheduler signals all processes of a job, compilers too."""
+    """A scheduler may signal all processes of a job, compilers too."""
 
     def before(students, step, cfg):
         if step == 2:
-            ending.RECEIVED.append("SIGTERM")
+            ending.RECEIVED.extend(signals)
             raise error
 
     hook_update(before)
     cfg = config(tiny, tmp_path, methods="pretrain")
-    assert configure.guard(lambda: train.distil(cfg)) == 75
-    assert_end(tmp_path, 75, 2, f"{type(error).__name__}: {error}")
-
-
-@pytest.mark.parametrize(("number", "code"), [(214, 75), (710, 1)])
-def test_a_card_that_fails_is_to_be_tried_again_but_not_an_assertion_of_a_kernel(
-    number, code, tiny, tmp_path, hook_update
-):
-    error = torch.AcceleratorError("CUDA error")
-    error.error_code = number  # as torch sets it: 214 is an uncorrectable memory error
-
-    def before(students, step, cfg):
-        raise error
-
-    hook_update(before)
-    cfg = config(tiny, tmp_path, methods="pretrain")
-    with pytest.raises(torch.AcceleratorError):
-        train.distil(cfg)
-    assert read_json(tmp_path / "exit.json")["code"] == code
+    assert configure.guard(lambda: train.distil(cfg)) == code
+    assert_end(tmp_path, code, 2, f"{type(error).__name__}: {error}")
 
 
 # as it loads; in the first update: at once; in a later one: after it

@@ -13,16 +13,17 @@ import inspect
 import os
 import platform
 import re
+import runpy
 import sys
 import time
 import traceback
 import types
 import typing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, did_you_mean, naming_files
+from lib.errors import UserError, did_you_mean, naming_files, note
 from lib.settings import (
     Below1,
     NonNegative,
@@ -46,75 +47,59 @@ TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"
 CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 
 
-def key(default: object, affects: str):
-    """Return a field of `Config` that is not, by itself, part of what identifies a student.
-
-    affects  what the value decides
-             "paths": where something is found, which is identified by its content
-             "data": how rows are made and read, which are identified by their content
-             "speed": where and how fast a run computes, which changes rounding at most
-             "log": what a run prints, records and keeps, and when a student stops
-    """
-    return field(default=default, metadata={"affects": affects})
-
-
 @dataclass(frozen=True)
 class Config:
-    """All settings. Each has one line of comment, which `--help` prints.
-
-    A key with a plain default affects the weights. run/identity.py identifies a student by these
-    keys, and by the content of paths and data.
-    """
+    """All settings. Each has one line of comment, which `--help` prints."""
 
     # ---- students and teacher
 
     # names of losses.METHODS, or METHOD@LABEL; all share one teacher forward pass
     methods: tuple[str, ...] = ("alra",)
     # 200m, 500m, 1.8b, mini, demo, demo_teacher, WIDTHxLAYERSxHEADS, JSON object, folder or hub id
-    student: str = key("200m", "paths")
+    student: str = "200m"
     # local folder or hub id that every student starts from; None: weights drawn from `seed`
-    student_weights: str | None = key(None, "paths")
+    student_weights: str | None = None
     # local folder or hub id, as owner/name@revision; None: no teacher, for methods without one
-    teacher: str | None = key(TEACHER, "paths")
+    teacher: str | None = TEACHER
     # local folder or hub id; None: the teacher's
-    tokenizer: str | None = key(None, "paths")
+    tokenizer: str | None = None
     # checkpoint that a new run continues, out/NAME/METHOD/checkpoints/step_..; None: start anew
-    resume_from: str | None = key(None, "paths")
+    resume_from: str | None = None
     # random seed of the initial weights, and of the order of rows with `shuffle`
     seed: NonNegativeInt = 1234
 
     # ---- data (prepare.py writes it, train.py reads it)
 
     # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
-    data_dir: str = key("data/pile", "paths")
+    data_dir: str = "data/pile"
     # hub dataset; local file, folder or glob; or a mixture, "a:0.7,b:0.3" or a list of dicts
-    source: str | list = key(CORPUS, "data")
+    source: str | list = field(default=CORPUS, hash=False)
     # "all": a mixture goes on until its last part ends; None: until the first one does
-    mixture_end: Literal["all"] | None = key(None, "data")
+    mixture_end: Literal["all"] | None = None
     # configuration of a hub dataset, like FineWeb-Edu's sample-10BT; None: its default
-    source_config: str | None = key(None, "data")
+    source_config: str | None = None
     # split of a hub dataset
-    source_split: str = key("train", "data")
+    source_split: str = "train"
     # column or field that holds the text; "meta.text" is a field inside another one
-    source_text: str = key("text", "data")
+    source_text: str = "text"
     # records to read at most, in the source's own order; None: all
-    n_documents: PositiveInt | None = key(2_000_000, "data")
+    n_documents: PositiveInt | None = 2_000_000
     # training rows to write: 126,400 updates * 16 rows; None: all that the documents give
-    train_rows: PositiveInt | None = key(2_022_400, "data")
+    train_rows: PositiveInt | None = 2_022_400
     # held-out rows: those after train_rows, or spread over the text; prefer val_share for own text
-    val_rows: NonNegativeInt = key(2_048, "data")
+    val_rows: NonNegativeInt = 2_048
     # share of documents held out by hash, instead of val_rows
-    val_share: Below1 = key(0.0, "data")
+    val_share: Below1 = 0.0
     # unreadable records that prepare.py may skip; 0: it stops at the first
-    max_bad_records: NonNegativeInt = key(0, "data")
+    max_bad_records: NonNegativeInt = 0
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"
-    bos: Literal["auto", "none"] = key("auto", "data")
+    bos: Literal["auto", "none"] = "auto"
     # model inputs per row; a stored row has up to seq_len + 1 ids
     seq_len: PositiveInt = 512
     # visit rows in a random order drawn from `seed`, a new one for each pass
     shuffle: bool = False
     # go through the rows again if the updates need more than there are
-    repeat_rows: bool = key(False, "data")
+    repeat_rows: bool = False
     # leave the token after an EOS (a document's first token, or its BOS) out of the loss
     mask_after_eos: bool = False
 
@@ -127,7 +112,7 @@ class Config:
     # rows per update
     batch_rows: PositiveInt = 16
     # rows per forward pass, at most; affects speed and memory alone; None: all of a process
-    micro_batch: PositiveInt | None = key(None, "speed")
+    micro_batch: PositiveInt | None = None
     # rows per forward batch (the paper's B), over whose valid positions batch statistics run
     group: PositiveInt = 1
     # peak learning rate
@@ -149,7 +134,7 @@ class Config:
     # largest gradient norm of a student
     clip: Positive = 0.5
     # updates in a row without a finite gradient that a student may skip; after one more it stops
-    max_skipped_updates: NonNegativeInt = key(10, "log")
+    max_skipped_updates: NonNegativeInt = 10
     # "cosine" to min_lr; "wsd": stays at lr, then falls linearly to min_lr; "constant": stays at lr
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     # share of the schedule over which "wsd" lets the rate fall
@@ -158,52 +143,52 @@ class Config:
     # ---- machine
 
     # "cpu", "cuda" or "cuda:1"; "auto": cuda if there is one, else cpu
-    device: str = key("auto", "speed")
+    device: str = "auto"
     # device of the teacher; None: the students'
-    teacher_device: str | None = key(None, "speed")
+    teacher_device: str | None = None
     # "float32" or "bfloat16", of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # store the teacher's hidden states beside the rows, once, and read them from then on
-    teacher_cache: bool = key(False, "speed")
+    teacher_cache: bool = False
     # compute the students' activations again in the backward pass: less memory, more time
-    recompute: bool = key(False, "speed")
+    recompute: bool = False
     # positions whose logits exist at a time, at most, if the objective allows it
-    chunk_positions: PositiveInt = key(512, "speed")
+    chunk_positions: PositiveInt = 512
     # torch.compile the objectives and the decoder layers; needs a C or C++ compiler
-    compile: bool = key(False, "speed")
+    compile: bool = False
     # processes over which the weights of students and teacher are sharded; 1: not sharded
-    shard: PositiveInt = key(1, "speed")
+    shard: PositiveInt = 1
     # minutes that a process waits for another one before the run ends
-    timeout_minutes: Positive = key(30.0, "speed")
+    timeout_minutes: Positive = 30.0
 
     # ---- the run
 
     # folder of the run, in which each student has a folder of its own
-    out_dir: str = key("out/alra_200m", "paths")
+    out_dir: str = "out/alra_200m"
     # updates between log entries
-    log_every_steps: PositiveInt = key(10, "log")
+    log_every_steps: PositiveInt = 10
     # updates between histograms of d_u and of teacher probabilities; None: no histograms
-    histogram_every_steps: PositiveInt | None = key(None, "log")
+    histogram_every_steps: PositiveInt | None = None
     # write the log entries for TensorBoard too
-    tensorboard: bool = key(False, "log")
+    tensorboard: bool = False
     # Weights & Biases project that gets the log entries too; None: no project
-    wandb_project: str | None = key(None, "log")
+    wandb_project: str | None = None
     # updates between validations; there is always one at the end
-    val_every_steps: PositiveInt = key(1_000, "log")
+    val_every_steps: PositiveInt = 1_000
     # rows of val.bin that a validation reads; None: all
-    val_max_rows: PositiveInt | None = key(512, "log")
+    val_max_rows: PositiveInt | None = 512
     # minutes between checkpoints; there is always one at the end; None: not by time
-    checkpoint_every_minutes: Positive | None = key(30.0, "log")
+    checkpoint_every_minutes: Positive | None = 30.0
     # updates between checkpoints; None: not by updates
-    checkpoint_every_steps: PositiveInt | None = key(None, "log")
+    checkpoint_every_steps: PositiveInt | None = None
     # newest checkpoints to keep; older ones are deleted
-    keep_checkpoints: PositiveInt = key(2, "log")
+    keep_checkpoints: PositiveInt = 2
     # of the final model's weights; checkpoints are fp32
-    save_dtype: Literal["float32", "bfloat16"] = key("float32", "log")
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     # keep those at multiples of this too, of which checkpoint_every_steps is a divisor; None: none
-    keep_every_steps: PositiveInt | None = key(None, "log")
+    keep_every_steps: PositiveInt | None = None
     # take students as equal if only code was edited since, for an edit known to change no number
-    accept_edits: bool = key(False, "log")
+    accept_edits: bool = False
 
     # ---- settings of the methods
 
@@ -237,7 +222,6 @@ class Config:
 
 
 KINDS = typing.get_type_hints(Config, include_extras=True)
-AFFECTS = {f.name: f.metadata.get("affects", "weights") for f in fields(Config)}
 
 
 def check_students(cfg):
@@ -316,12 +300,10 @@ def load(argv, epilog=tuple) -> Config:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     cfg = read_config(argv)
-    from losses import resolve, settings  # imports torch
+    from losses import resolve  # imports torch
 
     for name in (*cfg.methods, *cfg.hyper):
-        overrides = cfg.overrides_of(name)
-        if not overrides.keys() <= settings(name).keys():
-            resolve(name, **overrides)  # raises `UserError`
+        resolve(name, **cfg.overrides_of(name))  # raises `UserError`
     trained = trained_methods(cfg)
     return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
 
@@ -334,16 +316,17 @@ def read_config(argv) -> Config:
             "the keys"
         )
     values = {}
+    hyper = {}
     flagged = set()  # methods whose settings flags set
     for arg in argv:
-        for name, value in read_argument(arg).items():
-            if name == "hyper":
-                checked(name, value, dict)
-                if arg.startswith("--"):
-                    flagged |= value.keys()
-                value = merged(values.get("hyper", {}), value)
-            values[name] = value
-    cfg = Config(**values)
+        values |= read_argument(arg)
+        more = checked("hyper", values.pop("hyper", {}), dict)
+        for method, settings in more.items():
+            checked(f"hyper[{method!r}]", settings, dict)
+            hyper[method] = hyper.get(method, {}) | settings
+        if arg.startswith("--"):
+            flagged |= more.keys()
+    cfg = Config(**values, hyper=hyper)
     unused = sorted(flagged - trained_methods(cfg))
     if unused:
         raise UserError(
@@ -365,7 +348,7 @@ def check_flags(parse=read_config):
         if not {"-h", "--help"} & {*sys.argv}:
             run(parse)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{sys.argv[0]}: loading torch", file=sys.stderr)
+        note(f"{sys.argv[0]}: loading torch")
 
 
 def trained_methods(cfg) -> set[str]:
@@ -405,31 +388,20 @@ def read_argument(arg: str) -> dict:
     return {name: parsed(text, KINDS[name])}
 
 
-def merged(hyper: dict, more: dict) -> dict:
-    """Return both settings by method as one; those of `more` win."""
-    both = dict(hyper)
-    for method, settings in more.items():
-        if type(settings) is not dict:
-            raise UserError(f"hyper[{method!r}]={settings!r}: expected a dict of settings")
-        both[method] = hyper.get(method, {}) | settings
-    return both
-
-
 def run_file(path: str) -> dict:
     """Return the public names that a config file assigns."""
     if not path.endswith(".py") or not Path(path).is_file():
         hint = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
         raise UserError(f"{path}: no such config file (*.py){hint}")
-    names = {}
     try:
-        exec(compile(Path(path).read_bytes(), path, "exec"), names)
+        names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: does not run: {type(error).__name__}: {error}") from error
-    values = {}
-    for name, value in names.items():
-        if not name.startswith("_") and not isinstance(value, types.ModuleType):
-            values[name] = value
-    return values
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
 
 
 def check_key(arg: str, name):
@@ -503,16 +475,16 @@ def guard(main) -> int:
             code = main() or 0
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        note("\nstopped")
         return 130
     except BrokenPipeError:  # `| head -1`
         drop_output()
         return 141
     except UserError as error:
         is_alone = "step" in PROGRESS and not error.is_shared
-        is_first = "WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if is_alone or is_first:  # else all have the same
-            print(f"UserError: {error}", file=sys.stderr)
+            note(f"UserError: {error}")
         code = PROGRESS.get("code", 1)
     except Exception:
         rank = os.environ.get("RANK", 0)
@@ -520,7 +492,7 @@ def guard(main) -> int:
             f"{time.strftime('%FT%T%z')}, {platform.node()}, process {rank}, step "
             f"{PROGRESS.get('step')}\n{traceback.format_exc()}"
         )
-        print(text, file=sys.stderr)
+        note(text)
         if "out" in PROGRESS:
             path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
             with contextlib.suppress(OSError), path.open("a") as file:

@@ -19,12 +19,11 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import configure
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.tasks import (
     NO_STORYCLOZE,
     SUITES,
@@ -109,7 +108,7 @@ def score(args):
     optional = "storycloze_2016" in names and args.tasks == "all"
     if optional and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
-        say(NO_STORYCLOZE)
+        note(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
@@ -465,7 +464,7 @@ def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     names = students_of(args.paths, has_model)
     for folder in left_out(args.paths, names):
-        say(f"{folder}: left out (it stopped, or has no checkpoint yet)")
+        note(f"{folder}: left out (it stopped, or has no checkpoint yet)")
     checkpoints = []
     for name in names:
         c = open_checkpoint(name)
@@ -476,7 +475,7 @@ def open_checkpoints(args) -> list[Checkpoint]:
                 "--accept_edits scores it all the same"
             )
         if c.run and c.results != c.folder.parent:
-            say(f"{name}: scoring the checkpoint {c.folder.parent}")
+            note(f"{name}: scoring the checkpoint {c.folder.parent}")
         checkpoints.append(c._replace(results=Path(args.out or c.results)))
     return checkpoints
 
@@ -523,10 +522,6 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
     }
     append_line(c.results / "results.jsonl", result | machine_facts(device))
     return result | {"folder": c.results}
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv):

@@ -43,14 +43,14 @@ import numpy as np
 from tqdm import tqdm
 
 from lib.documents import SUFFIXES, list_files, read_document, read_files
-from lib.errors import UserError, naming_files
+from lib.errors import UserError, naming_files, note
 from lib.files import (
     flush,
     for_json,
     locked,
     read_json,
     reading,
-    working_name,
+    text_hash,
     write_json,
     writing,
 )
@@ -162,10 +162,9 @@ def write_rows(cfg, source, tokenizer, state):
             ids = encode(backend, documents, state, cfg.max_bad_records)
             if warns and any(tokenizer.eos_token in document["text"] for document in documents):
                 warns = False
-                print(
+                note(
                     f"warning: a document spells {tokenizer.eos_token!r}, which stays text; if "
-                    "it separates documents, write a file with a record for each",
-                    file=sys.stderr,
+                    "it separates documents, write a file with a record for each"
                 )
             for split in writers:
                 add_ids(folder, state, split, table, ids[split])
@@ -175,14 +174,13 @@ def write_rows(cfg, source, tokenizer, state):
             ended = position["examples_iterable"].get("is_exhausted", [])
             if n_ended < sum(ended) < len(ended):
                 n_ended = sum(ended)
-                say_ended(cfg, position)
+                say_ended(state["recipe"], ended)
             if n_rows >= max_rows:
-                break  # without a commit: it follows once the rows beyond max_rows are cut
+                break  # without a commit: the next one counts max_rows at most
             commit(folder, state)
     for split in writers:  # the ids that remain are a last row
         add_ids(folder, state, split, table, [], last=True)
-    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
-    shorten(folder, state, "train")
+    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)  # `finish` cuts the others
     state["complete"] = True
     commit(folder, state)
 
@@ -210,7 +208,6 @@ def open_source(cfg):
     if len(parts) == 1:
         return streams[0], facts
     shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
-    shares = np.ldexp(shares, -np.frexp(shares.max())[1])  # else their sum could be infinite
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
@@ -235,12 +232,6 @@ def split_mixture(source) -> list[dict]:
     return [{"name": part[1], "share": float(part[2])} for part in parts]
 
 
-def is_local(name) -> bool:
-    """Return whether a source is a file, a folder, or a pattern such as data/*.gz."""
-    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
-    return is_file or not re.fullmatch(HUB_ID, name)
-
-
 def open_part(cfg, name, share=1.0, revision=None, **own):
     """Return a stream of the documents of a source, and its name with a hash of its content.
 
@@ -251,15 +242,15 @@ def open_part(cfg, name, share=1.0, revision=None, **own):
     import datasets
 
     cfg = dataclasses.replace(cfg, **{f"source_{key}": value for key, value in own.items()})
-    if is_local(name):
+    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
+    if is_file or not re.fullmatch(HUB_ID, name):  # a file, a folder, or a pattern: data/*.gz
         if own.keys() & {"config", "split"} or cfg.source_split != "train" or revision:
             raise UserError(
                 f"source={name}: split, config and revision are for the hub; name the files to "
                 f"read, as in {name}/train-*.parquet"
             )
-        with reading(f"source={name}", "check the name and the permissions"):
-            files = list_files(name)
-            content = [quick_hash(Path(file)) for file in files]
+        files = list_files(name)
+        content = [quick_hash(Path(file)) for file in files]
         arguments = {"files": files, "column": cfg.source_text}
         texts = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
         stream = datasets.IterableDataset.from_generator(
@@ -268,8 +259,7 @@ def open_part(cfg, name, share=1.0, revision=None, **own):
     else:
         stream, name = open_hub(name, revision, cfg)
         content = name  # the commit in it stands for the content
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return stream, {"source": name, "sha256": digest, **own}
+    return stream, {"source": name, "sha256": text_hash(json.dumps(content)), **own}
 
 
 def open_hub(name, revision, cfg):
@@ -290,15 +280,11 @@ def open_hub(name, revision, cfg):
     return documents.select_columns(["where", "text", "bad"]), f"{dataset}@{commit}"
 
 
-def say_ended(cfg, position):
-    """Print which parts of a mixture have ended before the others.
-
-    position  of the mixture, after the last document of a part (`IterableDataset.state_dict`)
-    """
-    names = [part["name"] for part in split_mixture(cfg.source)]
-    ended = itertools.compress(names, position["examples_iterable"]["is_exhausted"])
-    print(f"source: {', '.join(ended)} ended before the others")
-    if not cfg.mixture_end:
+def say_ended(recipe, ended):
+    """Print which parts of a mixture have ended before the others: `ended` has a bool for each."""
+    names = [part["source"] for part in recipe["sources"]]
+    print(f"source: {', '.join(itertools.compress(names, ended))} ended before the others")
+    if not recipe["mixture_end"]:
         print("the mixture ends here; --mixture_end=all goes on until its last part ends")
 
 
@@ -313,10 +299,9 @@ def open_tokenizer(cfg):
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
     if re.search(CHAT, tokenizer.eos_token):
-        print(
+        note(
             f"warning: {name}: its EOS {tokenizer.eos_token}, which will end documents, ends "
-            "turns of a chat; take the base model's",
-            file=sys.stderr,
+            "turns of a chat; take the base model's"
         )
     folder = find_folder(name)
     check_tokenizer(tokenizer, folder)
@@ -374,8 +359,7 @@ def encode(backend, documents, state, max_bad_records):
 
 def held_out(text, share):
     """Return whether a document is held out, by a hash of its text: a copy is where it is."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return int(digest[:16], 16) < share * 2**64
+    return int(text_hash(text)[:16], 16) < share * 2**64
 
 
 # --- Ids to rows
@@ -483,11 +467,10 @@ def ends_row(ids, flags, pieces, start, i):
 
 def token_table(tokenizer):
     """Return the classes [V] uint8 of a tokenizer's tokens, their bytes, and `space_spelling`."""
-    backend = tokenizer.backend_tokenizer
     pieces = token_bytes(tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
     classes[tokenizer.eos_token_id] = EOS | GAP
-    return classes, pieces, space_spelling(backend)
+    return classes, pieces, space_spelling(tokenizer.backend_tokenizer)
 
 
 def token_class(piece):
@@ -545,7 +528,9 @@ def shorten(folder, state, split):
 
 def is_prepared(folder, recipe) -> bool:
     """Return whether a folder holds the finished rows. Raises `UserError` for another recipe's."""
-    finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
+    names = [f"{split}.{kind}" for split in splits(recipe) for kind in ("bin", "json")]
+    is_whole = all((folder / name).exists() for name in names)
+    finished = is_whole and not (folder / "prepare.state").exists()
     if finished:
         for split in splits(recipe):
             check_recipe(folder, open_rows(folder, split)[1], recipe)
@@ -572,13 +557,13 @@ def open_state(folder, recipe):
         state = read_json(file, kinds, f"move {folder} aside and start again")
         if state["records"] > 0:  # without any record, the state is made anew below
             check_recipe(folder, state["recipe"], recipe)
-            print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
+            note(f"{folder}: resuming after {state['records']:,} documents")
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
     else:
-        names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
-        foreign = [name for name in names if (folder / name).exists()]
-        if foreign:
-            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
+        names = ("train.bin", "train.json", "val.bin", "val.json", *WORK_FILES)
+        found = [name for name in names if (folder / name).exists()]
+        if found:
+            raise UserError(f"{folder}: contains {found} and lacks other files; move it aside")
     streams = ["train", "val"] if recipe["val_share"] else ["train"]
     writers = {split: {"rows": 0, "rest": []} for split in streams}
     state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
@@ -680,13 +665,11 @@ def divide_rows(folder, recipe, held):
     kept = np.delete(np.arange(len(rows)), held)
     for split, index in (("train", kept), ("val", held)):
         file = folder / f"{split}.bin"
-        new = working_name(file)
         with writing(file):
-            with open(new, "wb") as stored:
+            with open(file, "wb") as stored:
                 for part in np.array_split(index, len(index) // 4096 + 1):
                     stored.write(rows[part])
-            flush(new)
-            os.replace(new, file)
+            flush(file)
 
 
 def splits(recipe):

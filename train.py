@@ -116,7 +116,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         if list(extras.parameters()):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         device = torch.device(cfg.device)
-        parallel.shard(model, model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
+        parallel.shard(model, cfg.shard, device, dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 

@@ -7,11 +7,12 @@ definitions by the names that they use, wherever in the file a name is bound.
 
 import ast
 import functools
-import hashlib
 from pathlib import Path
 
+from lib.files import text_hash
+
 ROOT = Path(__file__).resolve().parent.parent
-PRINTS = ("say(", "print(")
+PRINTS = ("say(", "note(", "print(")
 # fields of a node that only some versions of Python have, or that change no number
 LEFT_OUT = ("annotation", "ctx", "kind", "returns", "type_comment", "type_params")
 
@@ -50,8 +51,8 @@ def code_reached(modules, names, skip=(), root=ROOT) -> dict[str, str]:
     modules  the script, and modules that it reaches through one of `skip`
     """
     script, *_ = modules
-    files = files_reached(modules, skip, root)
-    others = {name: sha for name, sha in files.items() if name != script}
+    others = dict(files_reached(modules, skip, root))
+    del others[script]
     return others | definitions_reached(names, root / f"{script}.py")
 
 
@@ -71,7 +72,7 @@ def definitions_reached(begin, file) -> dict[str, str]:
 
 @functools.cache
 def read_tree(file) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(file.read_bytes())
 
 
 @functools.cache
@@ -94,12 +95,15 @@ def definitions(file) -> dict[str, list[ast.stmt]]:
 
 
 def names_in(node, kinds=ast.Name) -> set[str]:
-    found = [child for child in ast.walk(node) if isinstance(child, kinds)]
-    return {getattr(child, "id", None) or child.name for child in found}
+    return {
+        getattr(child, "id", None) or child.name
+        for child in ast.walk(node)
+        if isinstance(child, kinds)
+    }
 
 
 def tree_hash(tree: object) -> str:
-    return hashlib.sha256(dump(tree).encode()).hexdigest()[:8]
+    return text_hash(dump(tree))[:8]
 
 
 def dump(node: object) -> str:
@@ -108,9 +112,11 @@ def dump(node: object) -> str:
         return f"[{', '.join(map(dump, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    is_print = isinstance(node, ast.Expr) and ast.unparse(node).startswith(PRINTS)
-    if isinstance(node, ast.Raise) or is_text or is_print:
+    if isinstance(node, ast.Raise):
+        return ""
+    if isinstance(node, ast.Expr) and (
+        isinstance(node.value, ast.Constant) or ast.unparse(node).startswith(PRINTS)
+    ):
         return ""
     fields = [dump(value) for key, value in ast.iter_fields(node) if key not in LEFT_OUT]
     return f"{type(node).__name__}({', '.join(fields)})"

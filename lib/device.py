@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import platform
 import re
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lib.errors import UserError
+from lib.errors import UserError, note
+from lib.files import text_hash
 
 # FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets, by the name
 # that torch gives to the card. Other names, such as those of MIG's slices, have no known peak.
@@ -76,7 +76,7 @@ def keep_memory():
     Otherwise it returns them to the system, and faulting their pages in again takes up to a fifth
     of a step.
     """
-    with contextlib.suppress(AttributeError, TypeError):  # another C library
+    with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -103,7 +103,7 @@ def machine_facts(device) -> dict:
     commit = run_git("rev-parse", "HEAD").strip()
     edits = uncommitted_edits()
     if edits:
-        commit += f"+{hashlib.sha256(edits.encode()).hexdigest()[:12]}"
+        commit += f"+{text_hash(edits)[:12]}"
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "numpy"):
         versions[name] = version(name)
@@ -122,12 +122,12 @@ def uncommitted_edits() -> str:
     return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
-def run_git(*arguments: str, folder=Path(__file__).parent) -> str:
-    """Return the output of a git command in a checkout; nothing without git or a checkout."""
+def run_git(*arguments: str) -> str:
+    """Return the output of a git command here; nothing without git or a checkout."""
     if not shutil.which("git"):
         return ""
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout
+    command = ["git", "-C", Path(__file__).parent, *arguments]
+    return subprocess.run(command, capture_output=True, errors="replace").stdout
 
 
 def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
@@ -174,7 +174,7 @@ def repair_compile_cache():
                     time.sleep(0.2)
                     continue
                 file.unlink()
-                print(f"torch's compile cache: removed {file}, incomplete", file=sys.stderr)
+                note(f"torch's compile cache: removed {file}, incomplete")
 
 
 def is_whole_library(file) -> bool:
@@ -190,5 +190,5 @@ def is_whole_library(file) -> bool:
 
 def give_back_memory():
     """Make glibc return freed memory to the system, also from between blocks in use."""
-    with contextlib.suppress(AttributeError, TypeError):
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -14,12 +14,11 @@ import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator
 
 import zstandard
 
-from lib.errors import UserError, first_line
+from lib.errors import UserError, first_line, note
 from lib.files import reading
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
@@ -36,7 +35,7 @@ def list_files(source: str) -> list[str]:
     path = os.path.expanduser(source)  # leaves the name of an unknown user as it is
     left_out = collections.defaultdict(list)
     if os.path.isdir(path):
-        names = walk(path, left_out["hidden files or folders"])
+        names = walk(path, left_out["hidden files or folders"], set())
     elif os.path.exists(path):
         names = [path]
     else:
@@ -71,10 +70,7 @@ def list_files(source: str) -> list[str]:
         )
     for kind, skipped in left_out.items():
         if skipped:
-            print(
-                f"source={source}: skips {len(skipped)} {kind}, such as {skipped[0]}",
-                file=sys.stderr,
-            )
+            note(f"source={source}: skips {len(skipped)} {kind}, such as {skipped[0]}")
     if not file_of:
         raise UserError(
             f"source={source}: no such file, or no regular file there that ends in "
@@ -83,32 +79,23 @@ def list_files(source: str) -> list[str]:
     return files
 
 
-def walk(path, hidden: list) -> list[str]:
-    """Return the names of the files in a folder and below; adds those of hidden ones to `hidden`.
+def walk(folder, hidden: list, seen: set) -> Iterator[str]:
+    """Yield the names of the files in a folder and below; adds those of hidden ones to `hidden`.
 
-    Links to folders are followed, each folder once.
+    seen  folders that were read before: links are followed, but each folder is read once
     """
-
-    def refuse(error):
-        raise error
-
-    names = []
-    seen = set()
-    for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
-        entries = sorted(subfolders) + inside  # every machine takes the same name of a linked one
-        subfolders.clear()
-        if os.path.realpath(folder) in seen:  # reached before, by another name
-            continue
-        seen.add(os.path.realpath(folder))
-        for entry in entries:
-            name = os.path.join(folder, entry)
-            if HIDDEN.match(entry):
-                hidden.append(name)
-            elif os.path.isdir(name):
-                subfolders.append(entry)
-            else:
-                names.append(name)
-    return names
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    for entry in sorted(os.listdir(folder)):  # every machine takes the same name of a linked one
+        name = os.path.join(folder, entry)
+        if HIDDEN.match(entry):
+            hidden.append(name)
+        elif os.path.isdir(name):
+            yield from walk(name, hidden, seen)
+        else:
+            yield name
 
 
 def read_files(files: list[str], column: str):

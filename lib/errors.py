@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import sys
 
 
 class UserError(ValueError):
@@ -11,6 +12,11 @@ class UserError(ValueError):
     """
 
     is_shared = False  # whether all processes of a run raise it (lib/parallel.py)
+
+
+def note(text):
+    """Print a line on stderr."""
+    print(text, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -2,17 +2,17 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
 import platform
 import shutil
-import sys
 import time
 import typing
 from pathlib import Path
 
-from lib.errors import UserError, first_line
+from lib.errors import UserError, first_line, note
 from lib.settings import checked
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
@@ -37,6 +37,11 @@ def writing(path):
             f"{path}: cannot be written ({first_line(error)}); free some space or check the "
             "permissions, then run the same command again"
         ) from error
+
+
+def text_hash(text) -> str:
+    """Return the sha256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def flush(path):
@@ -121,10 +126,9 @@ def locked(folder, busy: str):
             file.seek(0)
             raise UserError(f"{busy} ({file.read().decode().strip()})") from error
         except OSError as error:  # a file system without locks
-            print(
+            note(
                 f"{lock_file}: no lock ({error}); start no second program in {folder} while this "
-                "one runs",
-                file=sys.stderr,
+                "one runs"
             )
         holder = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
         with writing(lock_file):

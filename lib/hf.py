@@ -15,13 +15,12 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.errors import UserError, first_line
-from lib.files import atomic_folder, read_json, reading, write_json
+from lib.files import atomic_folder, read_json, reading, text_hash, write_json
 
 HUB_FILES = (
     "config.json",
@@ -66,11 +65,9 @@ def find_folder(name) -> Path:
             f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision', where no "
             "local folder is called 'owner'"
         )
-    from huggingface_hub.errors import HFValidationError
-
     try:
         folder = download(repository, revision or None)
-    except (OSError, HFValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{name}: no such local folder, and the hub refused it ({first_line(error)}); without "
             "a network: --teacher=demo/teacher --tokenizer=demo/teacher"
@@ -105,7 +102,7 @@ def load_tokenizer(name) -> PreTrainedTokenizerFast:
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    if isinstance(backend.model, BPE):
+    if hasattr(backend.model, "dropout"):  # a BPE
         backend.model.dropout = None
     return tokenizer
 
@@ -129,7 +126,7 @@ def special_ids(tokenizer) -> dict[str, int]:
 
 def tokenizer_hash(tokenizer) -> str:
     """Return the sha256 of everything that determines the ids of a text."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return text_hash(tokenizer.backend_tokenizer.to_str())
 
 
 def weights_hash(model) -> str:
@@ -143,7 +140,7 @@ def tensors_hash(tensors) -> str:
     for name, p in tensors.items():
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         flat = p.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -181,9 +178,11 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         if kind == "llama" and bias and (tokenizer is None or survives_as_qwen2(tokenizer)):
             kind = "qwen2"
         elif bias:
-            outputs = [name for name in weights if name.endswith("o_proj.weight")]
-            biases = [name.replace("weight", "bias") for name in outputs]
-            weights = weights | {name: torch.zeros_like(norm) for name in biases}
+            weights = weights | {
+                name.replace("weight", "bias"): torch.zeros_like(norm)
+                for name in weights
+                if name.endswith("o_proj.weight")
+            }
         facts = {
             "architectures": [f"{kind.capitalize()}ForCausalLM"],
             "model_type": kind,
@@ -196,10 +195,9 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         facts |= {key: value for key, value in shape.items() if value is not None}
         if kind != "qwen2":
             facts["attention_bias"] = bias
-        (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(new / "config.json", facts)
         weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
-        file = new / "model.safetensors"
-        safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+        safetensors.torch.save_file(weights, new / "model.safetensors", {"format": "pt"})
 
 
 def read_weights(model, folder):
@@ -209,7 +207,7 @@ def read_weights(model, folder):
     attention's output. Some writers store a tied head in place of the embedding, or as well: then
     both must be equal. A decoder that was saved without its head lacks the prefix `model.`.
     """
-    targets = dict(model.state_dict())
+    targets = model.state_dict()
     missing = set(targets)
     tied_head = None
     for file in weight_files(folder):
@@ -231,20 +229,23 @@ def read_weights(model, folder):
                     f"{file}: {name}: expected no such tensor, or no second one; only biases of "
                     "zeros may be more"
                 )
-    embedding = targets["model.embed_tokens.weight"]
-    if tied_head is not None and "model.embed_tokens.weight" in missing:
-        copy_weight(tied_head, embedding, f"{folder}: lm_head.weight")
-        missing.remove("model.embed_tokens.weight")
+    if tied_head is not None:
+        embedding = targets["model.embed_tokens.weight"]
+        if "model.embed_tokens.weight" in missing:
+            copy_weight(tied_head, embedding, f"{folder}: lm_head.weight")
+            missing.remove("model.embed_tokens.weight")
+        elif not torch.equal(tied_head.to(embedding), embedding):
+            raise UserError(
+                f"{folder}: lm_head.weight differs from the embedding, though tied to it"
+            )
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
-    if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
-        raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
 
 def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-    if not source.is_floating_point() or not all_finite(source):
+    if not all_finite(source):
         raise UserError(
             f"{name} ({source.dtype}): expected floats, all finite; download or write it again"
         )

@@ -25,14 +25,13 @@ def start(device, timeout_minutes: float = 30.0):
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
+    backend = "gloo"
+    device_id = None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
+        backend = "nccl"
+        device_id = device
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        backend = "gloo"
-        device_id = None
-        if device.type == "cuda":
-            backend = "nccl"
-            device_id = device
         timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
@@ -57,8 +56,8 @@ def world() -> int:
 def sum_in_place(tensors: Iterable[Tensor]):
     """Sum each tensor over the processes."""
     if world() > 1:
-        for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
-            handle.wait()
+        for t in tensors:
+            dist.all_reduce(t)
 
 
 def all_reduce_sum(numbers: Tensor | list[float]) -> list[float]:
@@ -127,23 +126,17 @@ def sum_gradients(parameters: Iterable[Tensor]):
 # sharded weights
 
 
-def shard(
-    root: nn.Module,
-    layers: Iterable[nn.Module],
-    n: int,
-    device,
-    layers_only: bool,
-    dtype: torch.dtype | None = None,
-):
+def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     """Keep 1 / n of the weights on each process; FSDP2 gathers a layer for its computation.
 
-    n            a divisor of the number of processes; every n consecutive processes hold one copy
-    layers_only  keep what is outside the layers, such as embedding and head, whole everywhere
-    dtype        in which layers are sent to each other (None: their own); gradients in fp32
+    root   a `Qwen2`, or a `Foreign` (run/foreign.py)
+    n      a divisor of the number of processes; every n consecutive processes hold one copy
+    dtype  in which the layers of a student are sent; its gradients are in fp32. None: a frozen
+           model, whose layers alone are sharded; embedding and head stay whole everywhere
     """
     from torch.distributed import fsdp  # takes half a second, and few runs need it
 
-    layers = list(layers)
+    layers = root.layers
     n_copies = world() // n
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (n_copies, n), mesh_dim_names=names)
@@ -154,12 +147,11 @@ def shard(
     for layer in layers:
         outside -= set(layer.parameters())
         fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
+    fsdp.fully_shard(root, mesh=mesh, ignored_params=None if dtype else outside)
     for module in (root, *layers):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale what it sums
-    if hasattr(root, "hidden"):
-        fsdp.register_fsdp_forward_method(root, "hidden")
+    fsdp.register_fsdp_forward_method(root, "hidden")
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:
@@ -177,7 +169,7 @@ def local(t: Tensor) -> Tensor:
 
 def full_tensor(t: Tensor) -> Tensor:
     """Return all of a tensor, on every process."""
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
+    return t.full_tensor() if is_sharded(t) else t
 
 
 def distribute_like(t: Tensor, like: Tensor) -> Tensor:

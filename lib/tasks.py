@@ -6,7 +6,6 @@ for example, piqa scores 0.
 """
 
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Iterable
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import UserError
-from lib.files import reading
+from lib.files import reading, text_hash
 
 
 class Task(NamedTuple):
     """One benchmark."""
 
-    column: str  # the paper's heading
     file: str  # among lm-eval's task files
     fields: list[str]  # what that file reads of an item
 
@@ -61,14 +59,15 @@ validation hellaswag train 39905 -
 validation piqa train 16113 03243e1387761b6888a8faf79874e7a7117247bd78f5c355c053d24e722ffeac
 """
 TASKS = {}
+COLUMNS = {}  # the paper's headings
 for _line in _TASKS.splitlines():
     _name, _column, _file, *_fields = _line.split()
-    TASKS[_name] = Task(_column, _file, _fields)
+    TASKS[_name] = Task(_file, _fields)
+    COLUMNS[_name] = _column
 SUITES = {"heldout": {}, "validation": {}}
 for _line in _SETS.splitlines():
     _suite, _name, _split, _n, _sha256 = _line.split()
     SUITES[_suite][_name] = ItemSet(_split, int(_n), _sha256)
-COLUMNS = {name: task.column for name, task in TASKS.items()}
 
 NO_STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
@@ -132,7 +131,7 @@ def read_items(
         if not chosen:
             raise UserError(f"{source}: no rows; expected items of {name}")
         text = "".join(json.dumps(item, sort_keys=True) for item in chosen)
-        got = hashlib.sha256(text.encode()).hexdigest()
+        got = text_hash(text)
         items[name] = Items(source, chosen, got)
         if expected.sha256 not in (got, "-") and not any_items:
             raise UserError(

@@ -21,7 +21,8 @@ def token_bytes(tokenizer) -> list[bytes]:
     vocabularies, and those that write U+2581 for a space.
     """
     backend = tokenizer.backend_tokenizer
-    kinds = decoder_kinds(backend)
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         raise UserError(
@@ -30,7 +31,7 @@ def token_bytes(tokenizer) -> list[bytes]:
         )
     # byte-level vocabularies write printable bytes as themselves, others from U+0100 on
     byte_of = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
-    vocab = backend.get_vocab(with_added_tokens=True)
+    vocab = backend.get_vocab()
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
@@ -42,15 +43,10 @@ def token_bytes(tokenizer) -> list[bytes]:
         else:
             pieces[i] = token.translate(byte_of).encode("latin-1")
     bare = backend.encode("", add_special_tokens=False).ids
-    around = {*backend.encode("", add_special_tokens=True).ids}.difference(bare)
+    around = {*backend.encode("").ids}.difference(bare)
     for i in {tokenizer.eos_token_id, tokenizer.bos_token_id, *around} - {None}:
         pieces[i] = b""
     return pieces
-
-
-def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    return {part["type"] for part in decoder.get("decoders", [decoder]) if part}
 
 
 def leading_bos(tokenizer) -> int | None:
@@ -61,7 +57,7 @@ def leading_bos(tokenizer) -> int | None:
     """
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a", add_special_tokens=True).ids
+    full = backend.encode("a").ids
     if full[: len(bare)] == bare:
         return None
     token = tokenizer.added_tokens_decoder.get(full[0])
@@ -153,10 +149,8 @@ def comparable(text) -> str:
 def space_spelling(backend: tokenizers.Tokenizer) -> list[int | None]:
     """Return the ids of the bytes of U+2581, which spell a space where no token stands for it.
 
-    None for a byte that the vocabulary lacks. A byte-level vocabulary has other tokens for a space.
+    None for a byte that the vocabulary lacks, as a byte-level one lacks all three.
     """
-    if "ByteLevel" in decoder_kinds(backend):
-        return [None]
     return [backend.token_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
 
 

@@ -251,7 +251,7 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
     with reading(folder, "choose another model"):
         model = Foreign(name, lm).requires_grad_(False).eval()
     if shard > 1:
-        parallel.shard(model, model.layers, shard, device, layers_only=True)
+        parallel.shard(model, shard, device)
     return model.to(device)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from configure import AFFECTS
 from lib.code import (
     ROOT,
     code_reached,
@@ -29,12 +28,37 @@ from lib.code import (
     read_tree,
 )
 from lib.errors import UserError
+from lib.files import text_hash
 from lib.hf import find_folder, tensors_hash, weight_files
 from lib.rows import read_manifest
 from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
+# Config keys that a student's weights depend on. The record has them as they are, and the content
+# of rows and models instead of their names. `max_steps` is not here, as a run may be continued; a
+# checkpoint has its step. Other keys change rounding at most.
+WEIGHTS = (
+    "seed",
+    "seq_len",
+    "shuffle",
+    "mask_after_eos",
+    "schedule_steps",
+    "batch_rows",
+    "group",
+    "lr",
+    "min_lr",
+    "warmup_steps",
+    "beta1",
+    "beta2",
+    "adam_eps",
+    "weight_decay",
+    "decay_1d",
+    "clip",
+    "lr_schedule",
+    "decay_share",
+    "dtype",
+)
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
 # The functions of train.py that every training step passes through.
@@ -71,10 +95,9 @@ def made_by(cfg, name) -> dict:
     teachers = [cfg.teacher] if method.has_teacher else []
     if not all(isinstance(x, Qwen2Config) for x in (shape, *map(load_shape, teachers))):
         code["transformers"] = version("transformers")  # which computes one of them
-    record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
-    del record["max_steps"]  # a run may be continued; its step is stored beside the record
-    record |= {
+    record = {
         "methods": name.partition("@")[0],
+        **{key: getattr(cfg, key) for key in WEIGHTS},
         "hyper": all_settings(cfg, name, method),
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
@@ -115,7 +138,7 @@ def schedule_hash(value_at: Callable, cfg) -> str:
 
 
 def record_hash(record: dict | list) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return text_hash(json.dumps(record, sort_keys=True))
 
 
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
@@ -155,7 +178,7 @@ def content_hash(name: str | None) -> str | None:
         return None
     folder = find_folder(name)
     hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    return text_hash(" ".join(hashes))
 
 
 def file_hash(file) -> str:

@@ -8,7 +8,6 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configure import AFFECTS
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
@@ -29,6 +28,19 @@ from run.teacher import (
     load_teacher,
 )
 from run.trial import check_moving, check_settings
+
+# Config keys that may differ between processes: devices, and paths, whose content is compared.
+OWN = (
+    "student",
+    "student_weights",
+    "teacher",
+    "tokenizer",
+    "resume_from",
+    "data_dir",
+    "out_dir",
+    "device",
+    "teacher_device",
+)
 
 
 def open_data(cfg, name) -> Rows:
@@ -83,9 +95,8 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
 
 def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
-    shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
-    # each process has a device of its own
-    parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
+    shared = {key: value for key, value in vars(cfg).items() if key not in OWN}
+    parallel.check_agreement(**shared)
     world = parallel.world()
     if cfg.batch_rows % (world * cfg.group):
         raise UserError(

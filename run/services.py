@@ -1,9 +1,9 @@
 """TensorBoard and Weights & Biases, which receive the entries of log.jsonl."""
 
 import functools
-import hashlib
 from collections.abc import Callable
 
+from lib.files import text_hash
 from run.students import student_facts
 
 
@@ -46,7 +46,7 @@ def wandb_run(s, run) -> Callable:
         group=run.cfg.out_dir,
         name=s.name,
         dir=s.folder,
-        id=hashlib.sha256(identity.encode()).hexdigest()[:12],  # the same after a resume
+        id=text_hash(identity)[:12],  # the same after a resume
         config=facts,
         resume="allow",
         reinit="create_new",

@@ -4,12 +4,10 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 (run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
-import sys
-
 import torch
 from torch import Tensor
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.files import read_json, reading
 from lib.hf import find_folder, load_tokenizer
 from model import (
@@ -145,7 +143,7 @@ def check_ids(key, name, tokenizer, may_lack=False):
         ids = read_json(older)
         may_lack = True
     else:
-        print(f"{key}={name}: no tokenizer.json to compare with that of the rows", file=sys.stderr)
+        note(f"{key}={name}: no tokenizer.json to compare with that of the rows")
         return
     for token, index in sorted(tokenizer.get_vocab().items()):
         theirs = ids.get(token)

@@ -205,6 +205,7 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
 
     hyper = {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}
     other = {"hyper": hyper, "val_every_steps": 7, "val_max_rows": 9, "out_dir": "elsewhere"}
+    other["source"] = [{"name": "a", "share": 1.0}]  # a mixture, as a list
     assert recipe("alra", **other) == recipe("alra") == recipe("alra@x")
     assert recipe("pd", **other) != recipe("pd")
     assert recipe("alra", clip=1.0) != recipe("alra") != recipe("alra", max_steps=5)

@@ -429,7 +429,7 @@ def test_the_manifests_of_two_folders_become_one(small, tmp_path):
     assert val.reference_ces["unigram_ce"] == pytest.approx(n @ ce / n.sum())
     expected = math.hypot(*n * half) / n.sum()
     assert val.manifest["unigram_half"] == pytest.approx(expected)
-    assert val.n == val.manifest["rows"] == 14
+    assert val.n == 14
     index = np.arange(7)
     stored_rows = np.concatenate([part.read(index) for part in parts])
     assert (val.read(np.arange(14)) == stored_rows).all()
@@ -551,8 +551,6 @@ def test_a_part_without_documents_and_shares_of_any_size(small, tmp_path):
         flags = f"--source={a}:0.5,{empty}:{share} --mixture_end={end} --val_rows=0"
         small.prepare(tmp_path / share, flags)
         assert texts_in(tmp_path / share / "train.bin") == ["a text"] * 60
-    parts = [{"name": str(file), "share": 1e308} for file in (a, empty)]
-    assert documents(parts, mixture_end="all")[0] == ["a text"] * 60
 
 
 class Crash(BaseException):

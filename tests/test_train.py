@@ -33,10 +33,10 @@ from lib.files import read_json
 from lib.hf import weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE
-from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
+from model import MLP, Qwen2, Qwen2Config, init_student
 from run import checkpoints, ending, identity, log, preflight, students
 from run.methods import compute_dtype, make_method, method_at
-from run.teacher import Teacher
+from run.teacher import Teacher, model_flops
 from tests import world
 from tests.world import (
     DEMO,
@@ -734,7 +734,7 @@ def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(mo
     attention = 3 * 2 * (2 * 4 * 6 * 29) / 2  # scores and their use, half of them masked
     forward = 2 * matrices + attention
     for trained, n in ((False, 1), (True, 3)):
-        assert flops_per_token(shape, 29, trained) == n * forward
+        assert model_flops(shape, 29, trained) == n * forward
     cards = {"H100 80GB HBM3": 0.025, "GH200 480GB": 0.025, "RTX A1000": None}
     cards |= {"H100 80GB HBM3 MIG 1g.10gb": None, "H100 64GB HBM2": None, "RTX 4090 D": None}
     for card, share in cards.items():
@@ -1024,6 +1024,18 @@ CHANGES = """
     --weight_decay=0.1 --decay_1d=False --clip=1 --lr_schedule=wsd --decay_share=0.2
     --dtype=float32
 """
+# keys that do not identify a student as they are: a new key must be in one of both lists
+OTHER_KEYS = """
+    methods hyper max_steps
+    student student_weights teacher tokenizer resume_from data_dir out_dir
+    source mixture_end source_config source_split source_text n_documents train_rows val_rows
+    val_share max_bad_records bos repeat_rows
+    micro_batch device teacher_device teacher_cache recompute chunk_positions compile shard
+    timeout_minutes
+    max_skipped_updates log_every_steps histogram_every_steps tensorboard wandb_project
+    val_every_steps val_max_rows checkpoint_every_minutes checkpoint_every_steps keep_checkpoints
+    save_dtype keep_every_steps accept_edits
+"""
 FREE = "--compile=True --micro_batch=4 --source=x --val_max_rows=3 --keep_checkpoints=5"
 
 
@@ -1038,8 +1050,8 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     names = {"--student=32x1x2": "shape", f"--student_weights={tiny}/student": "student_weights"}
     names |= dict.fromkeys(("--alra.gamma=1", "--alra.w_ce=0.5", "--alra.lr=1e-3"), "hyper")
     changed_keys = {flag: re.match(r"--(\w+)", flag)[1] for flag in CHANGES.split()}
-    of_weights = {key for key, affects in configure.AFFECTS.items() if affects == "weights"}
-    assert {*changed_keys.values()} == of_weights - {"methods", "hyper", "max_steps"}
+    assert {*changed_keys.values()} == {*identity.WEIGHTS}
+    assert {*configure.KINDS} == {*identity.WEIGHTS, *OTHER_KEYS.split()}
     for flag, name in (names | changed_keys).items():
         assert [*identity.record_changes(record, made_by(flag))] == [name]
     assert made_by(FREE) == record

@@ -35,7 +35,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.files import read_lines, write_lines, writing
 from lib.metrics import logits_of
 from losses import resolve
@@ -241,7 +241,7 @@ def draw_histograms(logs, out) -> list[str]:
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
         if not panels:
-            print(f"no {name}.png: it needs --histogram_every_steps=N in training", file=sys.stderr)
+            note(f"no {name}.png: it needs --histogram_every_steps=N in training")
             continue
         n_columns = min(len(panels), 3)
         n_rows = -(-len(panels) // 3)

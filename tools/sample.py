@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.files import reading
 from lib.settings import NonNegative, NonNegativeInt, checked
 
@@ -73,10 +73,9 @@ def encode(c: Checkpoint, prompt: str) -> list[int]:
     ids = c.tokenizer.encode(prompt, add_special_tokens=False)
     longer = c.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
     if prompt != prompt.rstrip() and longer[: len(ids)] != ids:
-        print(
+        note(
             f"{c.name}: --prompt ends in a blank, which this tokenizer joins to the next word; "
-            "leave it out, or the text goes on with a piece of a word",
-            file=sys.stderr,
+            "leave it out, or the text goes on with a piece of a word"
         )
     if len(ids) >= c.context:
         n = len(ids) + 1

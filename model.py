@@ -349,11 +349,6 @@ class Qwen2(nn.Module):
             table.weight = nn.Parameter(table.weight[:vocab_size].clone())
         self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
 
-    @property
-    def n_params(self) -> int:
-        """Number of parameters; a tied head counts once."""
-        return sum(p.numel() for p in self.parameters())
-
     @classmethod
     def from_pretrained(
         cls, name, dtype=torch.float32, device: str = "cpu", shard: int = 1

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lib import parallel
 from lib.device import pick_device, repair_compile_cache
@@ -43,13 +44,12 @@ from run.checkpoints import (
     stop_diverged,
     wait_for_writer,
 )
+from run.histograms import log_histograms
 from run.identity import student_shape
 from run.log import (
     UNWRITTEN,
-    log_histograms,
     log_terms,
     log_validation,
-    progress_bar,
     say,
     write_waiting,
 )
@@ -108,10 +108,9 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     extras = nn.ModuleDict()  # add the modules of your own loss term here; "state" is taken
     if cfg.compile:
         model.compile_layers()
-    if method.state:  # what an objective carries from one update to the next (docs/objectives.md)
-        extras["state"] = nn.Module()
-        for key, value in method.state.items():
-            extras["state"].register_buffer(key, value.clone())
+    extras["state"] = nn.Module()  # what an objective carries from one update to the next
+    for key, value in method.state.items():
+        extras["state"].register_buffer(key, value.clone())
     if cfg.shard > 1:
         if list(extras.parameters()):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
@@ -137,7 +136,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         method=method,
-        state={key: extras["state"].get_buffer(key) for key in method.state},
+        state=dict(extras["state"].named_buffers()),
         tokenizer=tokenizer,
         dtype=dtype,
     )
@@ -194,8 +193,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             # them, as the loss is a mean, and continues backward from h_s through the layers.
             (loss / n_micro).backward()
             for key, value in sums.items():  # over the labels of these rows
-                total = s.next_state if key.startswith("state.") else s.sums
-                total[key] += value.double()
+                s.sums[key] += value.double()
         n_valid += n
     if n_processes > 1:
         for s in students:
@@ -206,6 +204,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
+        next_state = {key: s.sums.pop(f"state.{key}") for key in s.state}  # of this update alone
         if math.isfinite(norm):
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
@@ -213,13 +212,12 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
                     group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:
-                advance_state(s, n_valid)
+                advance_state(s, next_state, n_valid)
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
         for optimizer in s.optimizers:
             optimizer.zero_grad()
-        s.next_state.clear()
     return n_valid
 
 
@@ -229,13 +227,13 @@ def loop(run, rows, val, teacher, students):
     A checkpoint comes last in a step, so that it is never ahead of the log.
     """
     cfg = run.cfg
-    resume(students, run)
-    live = [s for s in students if not s.stopped]
+    live = resume(students, run)
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if not teacher or teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
     stream = timed(stream, run)
-    bar = progress_bar(run)
+    is_hidden = parallel.rank() > 0 or None  # None: unless on a terminal
+    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
     run.start_clock()
 
     while run.step < cfg.max_steps and live and not run.stop:
@@ -304,16 +302,18 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     return norm
 
 
-def advance_state(s, n_valid: int):
+def advance_state(s, next_state, n_valid: int):
     """Replace the state of an objective by the mean of what its forward batches returned.
 
     The mean is over the labels of the update, on all processes.
+
+    next_state  what they returned, each times its number of labels, added up
     """
     # not `torch.tensor`, a copy that waits for the device
     n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)
-    parallel.sum_in_place([n, *s.next_state.values()])
+    parallel.sum_in_place([n, *next_state.values()])
     for key, value in s.state.items():
-        value.copy_(torch.where(n > 0, s.next_state[f"state.{key}"] / n, value))
+        value.copy_(torch.where(n > 0, next_state[key] / n, value))
 
 
 def count_skipped_update(s, step, cfg):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from lib.errors import UserError
-from lib.files import read_json
+from lib.files import for_json, read_json
 from lib.settings import NonNegativeInt, PositiveInt
 from lib.vocab import IGNORE
 
@@ -78,9 +78,10 @@ def read_manifest(data_dir: str | Path, name) -> dict:
         joint["ended_in_train"] = np.concatenate([x + (n << 32) for n, x in enumerate(ended)])
     if all("unigram_ce" in manifest for manifest in manifests):
         figures = [(x["valid_targets"], x["unigram_ce"], x["unigram_half"]) for x in manifests]
-        n, ce, half = np.array(figures, float).T  # half is NaN for a folder without an interval
+        n, ce, half = np.array(figures, float).T  # of a folder without an interval NaN, for None
         joint["unigram_ce"] = n @ ce / n.sum()
         joint["unigram_half"] = np.linalg.norm(n * half) / n.sum()
+        joint = for_json(joint)
     return joint
 
 

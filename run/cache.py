@@ -80,14 +80,13 @@ class States:
                     file.write(part)
 
 
+@dataclasses.dataclass
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache, and computes nothing."""
 
+    head: Tensor | CappedHead
+    states: dict[Rows, States]
     is_stored = True
-
-    def __init__(self, head: Tensor | CappedHead, states: dict[Rows, States]):
-        self.head = head
-        self.states = states
 
     def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
         """Return the stored hidden states [B, T, D] of rows `index`, whose inputs are x [B, T]."""

@@ -44,8 +44,7 @@ from model import Qwen2
 from run.ending import write_exit
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say
-from run.methods import compute_dtype
-from run.students import COUNTS, Student, student_facts
+from run.students import Student, student_facts
 from run.teacher import load_model
 
 # files of tensors in a checkpoint
@@ -58,7 +57,8 @@ STATE = {  # what is read from a checkpoint's state.json
     "first_row_step": NonNegativeInt,
     "skipped": NonNegativeInt,
     "files_sha256": {MODEL: str, TRAINING: str},
-    **dict.fromkeys(COUNTS, float),
+    "valid_tokens": float,
+    "since_log_tokens": float,
 }
 ANOTHER = "restore it, or use another checkpoint"
 WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
@@ -67,14 +67,14 @@ WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 # resuming
 
 
-def resume(students, run):
+def resume(students, run) -> list[Student]:
     """Restore all students, and `run`, from their newest common checkpoint.
 
-    A new run begins at step 0, or with the checkpoint that `resume_from` names.
+    A new run begins at step 0, or with the checkpoint that `resume_from` names. Returns the
+    students that have not stopped.
     """
     cfg = run.cfg
-    out = Path(cfg.out_dir)
-    parallel.check_agreement(initial_weights=[s.init_sha256 for s in students])
+    parallel.check_agreement(initial_weights=students[0].init_sha256)
     stops, sources, is_new = parallel.on_first(read_folder, students, run)
     for s in students:
         if s.name in stops:
@@ -86,9 +86,10 @@ def resume(students, run):
     for s in live:
         if s.name in sources:
             load_checkpoint(*sources[s.name], s, run)
+    parallel.all_gather(None)  # raises the error of a process that could not load one
     if run.step > cfg.max_steps:
         raise UserError(
-            f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
+            f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {run.step}; set at least that"
         )
     say_summary(students, run)
     parallel.on_first(begin_logs, live, run)
@@ -96,6 +97,7 @@ def resume(students, run):
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
         finish_saving(run)
     configure.PROGRESS["step"] = run.step
+    return live
 
 
 def read_folder(students, run):
@@ -122,7 +124,12 @@ def read_folder(students, run):
                 "restore one, or choose another out_dir"
             )
         elif cfg.resume_from:
-            sources[s.name] = begin_branch(s.name, run)
+            sources[s.name] = branch_point(cfg.resume_from)
+            checkpoint, state = sources[s.name]
+            changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
+            for key in ("shape", "tokenizer_sha256", "batch_rows"):
+                if key in changes:
+                    raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
     return stops, sources, is_new
 
 
@@ -205,19 +212,6 @@ def branch_point(name):
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
 
 
-def begin_branch(name, run):
-    """Return the checkpoint `resume_from` and its state, for a student to begin with.
-
-    Raises `UserError` unless the student has its shape, tokenizer and rows per update.
-    """
-    checkpoint, state = branch_point(run.cfg.resume_from)
-    changes = record_changes(state["made_by"], run.facts["made_by"][name])
-    for key in ("shape", "tokenizer_sha256", "batch_rows"):
-        if key in changes:
-            raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
-    return checkpoint, state
-
-
 def begin_logs(live, run):
     """Remove what the logs have beyond the run's step, and record this start."""
     out = Path(run.cfg.out_dir)
@@ -253,20 +247,19 @@ def say_summary(students, run):
     """Print machine, teacher, students and their size, and how far the run is."""
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
-    model = students[0].model
-    dtype = str(compute_dtype(cfg)).removeprefix("torch.")
+    first = students[0]  # all begin with equal weights
+    n_params = sum(p.numel() for p in first.model.parameters())
     # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
     n_kept = cfg.keep_checkpoints + 1
     if cfg.keep_every_steps:
         n_kept += cfg.max_steps // cfg.keep_every_steps
-    n_bytes = len(students) * model.n_params * (12 * n_kept + 4)
+    n_bytes = len(students) * n_params * (12 * n_kept + 4)
     say(
-        f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, compile={cfg.compile}, "
-        f"micro_batch={cfg.micro_batch}"
+        f"{run.facts['machine']}, processes: {parallel.world()}, {first.dtype}, "
+        f"compile={cfg.compile}, micro_batch={cfg.micro_batch}"
     )
     say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")
-    initial = students[0].init_sha256[:12]
-    say(f"{cfg.student}: {model.n_params:,} parameters, initial weights {initial}")
+    say(f"{cfg.student}: {n_params:,} parameters, initial weights {first.init_sha256[:12]}")
     say(
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
         f"checkpoints and models take some {gib(n_bytes)} of disk"
@@ -329,9 +322,13 @@ def save_checkpoints(live, run):
     say_if_unsaved(run)
     copies = []
     for s in live:
-        tensors = parallel.whole_on_cpu(s.state_dict())
+        tensors = {  # all that training has changed
+            "model": s.model.state_dict(),
+            "extras": s.extras.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in s.optimizers],
+        }
         state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
-        copies.append((s, tensors, state))
+        copies.append((s, parallel.whole_on_cpu(tensors), state))
     if parallel.rank() == 0:
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
     now = time.perf_counter()
@@ -387,14 +384,18 @@ def load_checkpoint(path, state, s, run):
 
     state  the checkpoint's state.json as process 0 has read it
     """
-    problem = None
-    try:
-        check_files(path, state)
-        with reading(path, "its student had other parameters or extras; choose another checkpoint"):
-            load_tensors(path, s)
-    except UserError as error:
-        problem = error
-    parallel.all_gather(problem)  # raises it on all processes
+    check_files(path, state)
+    with reading(path, "its student had other parameters or extras; choose another checkpoint"):
+        saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
+        if isinstance(s.model, Qwen2):
+            weights = safetensors.torch.load_file(path / MODEL)
+        else:  # transformers writes some weights under other names
+            weights = load_model(f"{path}/model").state_dict()
+        for key, p in s.model.state_dict().items():
+            p.copy_(parallel.distribute_like(weights[key], p))
+        s.extras.load_state_dict(saved["extras"])
+        for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, values)
     for key, value in state["sums"].items():
         # the saved sums are over all processes, so the first process takes them
         total = math.nan if value is None else value  # JSON has no NaN
@@ -402,20 +403,8 @@ def load_checkpoint(path, state, s, run):
         s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
     s.skipped = state["skipped"]
     run.step = state["step"]
-    run.counts = {key: state[key] for key in COUNTS}
-
-
-def load_tensors(path, s):
-    saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
-    if isinstance(s.model, Qwen2):
-        weights = safetensors.torch.load_file(path / MODEL)
-    else:  # transformers writes some weights under other names
-        weights = load_model(f"{path}/model").state_dict()
-    for key, p in s.model.state_dict().items():
-        p.copy_(parallel.distribute_like(weights[key], p))
-    s.extras.load_state_dict(saved["extras"])
-    for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
-        load_optimizer(optimizer, values)
+    run.valid_tokens = state["valid_tokens"]
+    run.since_log_tokens = state["since_log_tokens"]
 
 
 def load_optimizer(optimizer, saved):
@@ -442,35 +431,30 @@ def load_optimizer(optimizer, saved):
 
 
 def stop_diverged(live, run, check_weights: bool) -> list[Student]:
-    """Stop the students that cannot continue. Returns the others."""
-    if not check_weights and not any(s.stopped for s in live):
-        return live
-    for s in live:
-        finite = [all_finite(parallel.local(p)) for p in s.trained]
-        # summed, so that all processes stop the same students
-        (diverged,) = parallel.all_reduce_sum([not all(finite)])
-        if diverged:
-            s.stopped = s.stopped or "its weights are not finite"
-        if s.stopped:
-            stop(s, run)
-    return [s for s in live if not s.stopped]
+    """Stop the students that cannot continue. Returns the others.
 
-
-def stop(s, run):
-    """Write stopped.json, and print how the student can continue.
-
-    It can from the newest checkpoint after which an update was good: with the weights of later
-    ones, every gradient so far was bad.
+    Writes stopped.json, and prints how a student can continue: from the newest checkpoint after
+    which an update was good. With the weights of later ones, every gradient so far was bad.
     """
-    say_if_unsaved(run)
-    begin = ""
-    for step, path in parallel.on_first(s.checkpoints).items():
-        if 0 < step < run.step - s.skipped:
-            begin = f" --resume_from={shlex.quote(str(path))}"
-    s.stopped = (
-        f"step {run.step}: {s.stopped}; to try again, run the same command with "
-        f"--methods={s.name}{begin}, another out_dir, and an lr below {run.cfg.lr_of(s.name):g}"
-    )
-    say(f"{s.name} stopped at {s.stopped}")
-    facts = student_facts(s, run) | {"why": s.stopped}
-    parallel.on_first(files.write_json, s.folder / "stopped.json", facts)
+    for s in live:
+        if check_weights and not s.stopped:
+            finite = [all_finite(parallel.local(p)) for p in s.trained]
+            # summed, so that all processes stop the same students
+            (diverged,) = parallel.all_reduce_sum([not all(finite)])
+            if diverged:
+                s.stopped = "its weights are not finite"
+        if not s.stopped:
+            continue
+        say_if_unsaved(run)
+        begin = ""
+        for step, path in parallel.on_first(s.checkpoints).items():
+            if 0 < step < run.step - s.skipped:
+                begin = f" --resume_from={shlex.quote(str(path))}"
+        s.stopped = (
+            f"step {run.step}: {s.stopped}; to try again, run the same command with "
+            f"--methods={s.name}{begin}, another out_dir, and an lr below {run.cfg.lr_of(s.name):g}"
+        )
+        say(f"{s.name} stopped at {s.stopped}")
+        facts = student_facts(s, run) | {"why": s.stopped}
+        parallel.on_first(files.write_json, s.folder / "stopped.json", facts)
+    return [s for s in live if not s.stopped]

@@ -21,8 +21,7 @@ from lib import parallel
 from lib.errors import UserError, first_line, naming_files
 from run.log import say
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-RECEIVED: list[str] = []  # names of the signals that this process has received in its updates
+RECEIVED = []  # names of the signals that this process has received in its updates
 TRY_AGAIN = 75  # exit code of a run that may go on (EX_TEMPFAIL in sysexits.h)
 
 
@@ -43,7 +42,7 @@ def finish_updates():
 
 
 def handle_signals(handler):
-    for number in SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         if not under_nohup:
             signal.signal(number, handler)
@@ -108,6 +107,5 @@ def exit_code(students, run) -> int:
         code = TRY_AGAIN
         why = max(parallel.all_gather(RECEIVED))[0]  # an empty list is the least
     say(reached)
-    if parallel.rank() == 0:
-        write_exit(cfg, code, why)
+    write_exit(cfg, code, why)
     return code

@@ -3,10 +3,10 @@
 Dimension key: B rows, T time, N positions, D width, V vocabulary.
 """
 
-import functools
 import inspect
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,19 +15,19 @@ from lib import parallel
 from lib.metrics import logits_of, pick
 from lib.vocab import IGNORE
 from losses import alra, resolve
+from run.log import append
 from run.methods import method_at
 from run.students import hidden_and_head
 
 
 @torch.no_grad()
-def histograms(live, teacher, batches: Iterable, run) -> tuple[dict, dict]:
-    """Return the teacher's histograms and the students' local budgets over the run's next update.
+def log_histograms(live, teacher, batches: Iterable, run):
+    """Write the teacher's histograms and the students' local budgets over the run's next update.
 
     batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
-    ->       the teacher's entry, and for each student whose objective has a budget, the number
-             of positions by budget; both over all processes
 
-    The teacher's entry:
+    METHOD/histograms.jsonl gets the number of positions by budget, if the student's objective has
+    one; teacher.jsonl gets:
 
     n                                         valid positions
     d_u_hist                                  positions by budget, with the teacher as the student
@@ -36,43 +36,37 @@ def histograms(live, teacher, batches: Iterable, run) -> tuple[dict, dict]:
     """
     cfg = run.cfg
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
-    sums = defaultdict(int)
-    counts = defaultdict(int)
+    sums = Counter()
+    counts = Counter()
     with parallel.gathered_roots(s.model for s in live):
-        students = objectives_with_budget(live, run)
+        students = []
+        for s in live:
+            result_type = inspect.signature(s.method.fn).return_annotation
+            if hasattr(result_type, "d_u") and hasattr(result_type, "tokens"):  # as in AlraTerms
+                students.append((s.name, *hidden_and_head(s), method_at(s, run.step, cfg)))
         for x, y, h_t in _forward_batches(batches, cfg.group):
             labels = y.flatten()
             valid = labels != IGNORE
             z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
-            for key, value in _teacher_sums(z_t[valid], labels[valid]).items():
-                sums[key] += value
+            sums.update(_teacher_sums(z_t[valid], labels[valid]))  # adds
             terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
-            for name, (hidden, head, objective) in students.items():
+            for name, hidden, head, method in students:
                 z_s = logits_of(hidden(x).flatten(0, 1), head)
-                terms[name] = objective(z_s, z_t, labels)
+                terms[name] = method.fn(z_s, z_t, labels, **method.hyper)
             for name, result in terms.items():
                 n_bins = result.tokens.shape[1] + 1
                 counts[name] += torch.bincount(result.d_u[valid], minlength=n_bins)
     parallel.sum_in_place([*sums.values(), *counts.values()])
-    counts = {name: count.tolist() for name, count in counts.items()}
-    budgets = counts.pop("")
+    budgets = counts.pop("").tolist()
     n = sum(budgets)
-    entry = {"n": n, "d_u_hist": budgets}
+    entry = {"step": run.step, "n": n, "d_u_hist": budgets}
     for key, value in sums.items():
         entry[key] = value.tolist() if value.ndim else float(value) / n
-    return entry, counts
-
-
-def objectives_with_budget(live, run) -> dict[str, tuple]:
-    """Return name -> (hidden, head, objective) of the students whose objective has a budget."""
-    students = {}
-    for s in live:
-        result_type = inspect.signature(s.method.fn).return_annotation
-        if {"d_u", "tokens"} <= {*getattr(result_type, "_fields", ())}:  # such as AlraTerms
-            method = method_at(s, run.step, run.cfg)
-            objective = functools.partial(method.fn, **method.hyper)
-            students[s.name] = (*hidden_and_head(s), objective)
-    return students
+    out = Path(cfg.out_dir)
+    append(out / "teacher.jsonl", entry)
+    for name, count in counts.items():
+        entry = {"step": run.step, "n": n, "d_u_hist": count.tolist()}
+        append(out / name / "histograms.jsonl", entry)
 
 
 def _forward_batches(batches, group) -> Iterable[tuple]:

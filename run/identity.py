@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from lib.errors import UserError
 from lib.files import text_hash
 from lib.hf import find_folder, tensors_hash, weight_files
 from lib.rows import read_manifest
-from losses import default_settings, resolve, settings
+from losses import default_settings, resolve
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
@@ -77,6 +76,7 @@ NOT_FOLLOWED = (
     "run.cache",
     "run.checkpoints",
     "run.ending",
+    "run.histograms",
     "run.identity",
     "run.log",
     "run.preflight",
@@ -95,11 +95,17 @@ def made_by(cfg, name) -> dict:
     teachers = [cfg.teacher] if method.has_teacher else []
     if not all(isinstance(x, Qwen2Config) for x in (shape, *map(load_shape, teachers))):
         code["transformers"] = version("transformers")  # which computes one of them
+    # of the settings given to a student, `lr` alone is not among the method's
+    hyper = default_settings(method.fn) | cfg.settings_of(name) | method.hyper
+    moving = {}  # hashes of the values over the whole schedule
+    for key, value_at in method.moving.items():
+        values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
+        moving[key] = hashlib.sha256(np.array(values).tobytes()).hexdigest()
     record = {
         "methods": name.partition("@")[0],
         **{key: getattr(cfg, key) for key in WEIGHTS},
-        "hyper": all_settings(cfg, name, method),
-        "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
+        "hyper": hyper | {"w_kd": method.w_kd, "w_ce": method.w_ce},
+        "moving": moving,
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
         "code": code,
@@ -119,46 +125,28 @@ def as_in_file(record: dict) -> dict:
     return json.loads(json.dumps(record), parse_constant=str)
 
 
-def all_settings(cfg, name, method) -> dict:
-    """Return all settings of a student: its objective's, w_kd, w_ce, and `lr` if it was set.
-
-    method  has the chosen settings, except `lr`
-    """
-    chosen = cfg.settings_of(name)
-    values = chosen | default_settings(method.fn) | method.hyper
-    values |= {"w_kd": method.w_kd, "w_ce": method.w_ce}
-    return {key: values[key] for key in (*settings(name), *chosen)}
-
-
-def schedule_hash(value_at: Callable, cfg) -> str:
-    """Return the sha256 of a moving setting's values over the whole schedule."""
-    n = cfg.schedule_steps
-    values = [float(value_at(step / n)) for step in range(n)]
-    return hashlib.sha256(np.array(values).tobytes()).hexdigest()
-
-
 def record_hash(record: dict | list) -> str:
     return text_hash(json.dumps(record, sort_keys=True))
 
 
-def record_changes(earlier: dict, current: dict) -> dict[str, str]:
-    """Return a phrase for each key in which two records differ."""
-    keys = changed_keys(earlier, current)
-    return {key: difference(key, earlier.get(key), current.get(key)) for key in keys}
+def record_changes(earlier: dict, current: dict, prefix="") -> dict[str, str]:
+    """Return a phrase for each key in which two records differ; of dicts, the entries that differ.
 
-
-def changed_keys(old: dict, new: dict) -> list[str]:
-    return [key for key in old | new if old.get(key) != new.get(key)]
-
-
-def difference(key: str, old, new) -> str:
-    """Return how two values differ; of dicts, the entries that differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = changed_keys(old, new)
-        if key.partition(" ")[0] in EDITS:  # "objective of METHOD" in tables
-            return f"edited since: {', '.join(keys)}"
-        return ", ".join(difference(f"{key}.{k}", old.get(k), new.get(k)) for k in keys)
-    return f"{key} was {old!r:.80}, now {new!r:.80}"
+    prefix  the keys of the dict that these are entries of, each with a dot
+    """
+    changes = {}
+    for key in earlier | current:
+        old = earlier.get(key)
+        new = current.get(key)
+        if old == new:
+            continue
+        changes[key] = f"{prefix}{key} was {old!r:.80}, now {new!r:.80}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            inside = record_changes(old, new, f"{prefix}{key}.")
+            changes[key] = ", ".join(inside.values())
+            if key.partition(" ")[0] in EDITS:  # "objective of METHOD" in tables
+                changes[key] = f"edited since: {', '.join(inside)}"
+    return changes
 
 
 def student_shape(cfg):
@@ -183,8 +171,6 @@ def content_hash(name: str | None) -> str | None:
 
 def file_hash(file) -> str:
     """Return the sha256 of a file. A process reads it again only if it has changed since."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
     facts = file.stat()
     return _file_hash(file, (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
 
@@ -201,7 +187,7 @@ def objective_code(name) -> dict[str, str]:
     An objective in another file counts with all that this file and the files that it imports have.
     Variables of closures and defaults count by value, as in METHODS[f"x{k}"] = Method(make(k)).
     """
-    fn = resolve(name.partition("@")[0]).fn
+    fn = resolve(name).fn
     fn = getattr(fn, "func", fn)  # of a `partial`, whose arguments are settings
     used = {"mean_loss"}
     values = []

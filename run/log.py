@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -15,6 +13,23 @@ from lib.errors import UserError, first_line
 from run.methods import scheduled_settings
 from run.students import n_validated
 from run.teacher import model_flops
+
+# What an entry of log.jsonl has besides an objective's terms, moving settings and state, and the
+# figures of validations.
+LOGGED = (
+    "step",
+    "nominal_tokens",
+    "valid_tokens",
+    "lr",
+    "gnorm",
+    "tok_per_sec",
+    "mfu",
+    "mem_gib",
+    "wait_sec",
+    "save_sec",
+    "eta_sec",
+    "time",
+)
 
 
 def say(text):
@@ -28,12 +43,6 @@ def say(text):
         # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
         # checkpoint is written.
         drop_output()
-
-
-def progress_bar(run) -> tqdm:
-    """Return a bar of updates, on the first process and on a terminal only."""
-    is_hidden = parallel.rank() > 0 or None
-    return tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
 
 
 def say_values(label: str, values):
@@ -70,16 +79,19 @@ def log_terms(live, teacher, rate: float, run):
         "save_sec": run.save_sec,
         "eta_sec": sec_left,
     }
-    n_tokens = max(run.counts["since_log_tokens"], 1)
+    n_tokens = max(run.since_log_tokens, 1)
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
+        # of an objective's state, what is one number
+        state = {f"state.{key}": x.item() for key, x in s.state.items() if x.numel() == 1}
         values = {
             "step": run.step,
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
-            "valid_tokens": run.counts["valid_tokens"],
+            "valid_tokens": run.valid_tokens,
             **means[s.name],
-            **moving_values(s, run),
+            **scheduled_settings(s.method, run.step - 1, cfg.schedule_steps),
+            **state,
             "lr": rate * (cfg.lr_of(s.name) / cfg.lr),
             "gnorm": s.gnorm,
         }
@@ -91,23 +103,11 @@ def log_terms(live, teacher, rate: float, run):
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means)
-    run.counts["since_log_tokens"] = 0
+    run.since_log_tokens = 0
     run.wait_sec = 0.0
     run.save_sec = 0.0
     run.logged_step = run.step
     run.logged_at = now
-
-
-def moving_values(s, run) -> dict[str, float]:
-    """Return a student's moving settings in the last update, and its state after it.
-
-    Of the state, those that are one number.
-    """
-    values = scheduled_settings(s.method, run.step - 1, run.cfg.schedule_steps)
-    for key, value in s.state.items():
-        if value.numel() == 1:
-            values[f"state.{key}"] = value.item()
-    return values
 
 
 def log_validation(live, validated, val, run):
@@ -144,22 +144,6 @@ def say_reference_ces(values: dict[str, float]):
             f"warning: the teacher's held-out CE is {teacher_ce:.2f}, worse than a unigram model, "
             "so a low KL to it means little"
         )
-
-
-def log_histograms(live, teacher, batches: Iterable[tuple], run):
-    """Write the data of the paper's Figures 3 and 4 over the batches of one update.
-
-    `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
-    student whose objective has a budget. Training is not affected.
-    """
-    from run.histograms import histograms  # few runs need it
-
-    of_teacher, budgets = histograms(live, teacher, batches, run)
-    out = Path(run.cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
-    for name, counts in budgets.items():
-        file = out / name / "histograms.jsonl"
-        append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
 def add_entry(s, values: dict):

@@ -30,23 +30,6 @@ from losses import (
     with_sequences,
 )
 
-# What an entry of log.jsonl has besides an objective's terms, moving settings and state, and the
-# figures of validations.
-LOGGED = (
-    "step",
-    "nominal_tokens",
-    "valid_tokens",
-    "lr",
-    "gnorm",
-    "tok_per_sec",
-    "mfu",
-    "mem_gib",
-    "wait_sec",
-    "save_sec",
-    "eta_sec",
-    "time",
-)
-
 # ----------------------------------------------------------------------------------------------
 # names and settings
 

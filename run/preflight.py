@@ -27,7 +27,7 @@ from run.teacher import (
     check_vocabulary,
     load_teacher,
 )
-from run.trial import check_moving, check_settings
+from run.trial import check_settings
 
 # Config keys that may differ between processes: devices, and paths, whose content is compared.
 OWN = (
@@ -62,7 +62,7 @@ def uses_teacher(cfg) -> bool:
     return bool(taught)
 
 
-def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
+def open_teacher(cfg, rows, val):
     """Return the frozen `Teacher`, or a `CachedTeacher`; None if no method of the run needs one.
 
     rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
@@ -110,31 +110,18 @@ def check_config(cfg):
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)
     shape = student_shape(cfg)  # may download the teacher
-    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
-        if cfg.compile:
-            check_moving(name, shape.vocab_size, **cfg.overrides_of(name))
+    for name in cfg.methods:
+        check_settings(name, shape.vocab_size, cfg.compile, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
-    name = cfg.tokenizer_name()
-    tokenizer = load_tokenizer(name)
+    folder = cfg.data_dir
+    tokenizer = load_tokenizer(cfg.tokenizer_name())
     if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
     check_vocabulary(f"student={cfg.student}", student_shape(cfg).vocab_size, tokenizer)
-    check_rows(cfg.data_dir, rows, val, name, tokenizer)
-    if cfg.student_weights:
-        # which may lack a token, unlike a teacher
-        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
-    check_number_of_rows(cfg, rows)
-    say_precision(cfg, val)
-    return tokenizer
-
-
-def check_rows(folder, rows, val, name, tokenizer):
-    """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
             raise UserError(f"{folder}: {key} differs in train.json and val.json; prepare again")
@@ -146,7 +133,15 @@ def check_rows(folder, rows, val, name, tokenizer):
             f"{folder}: eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}; prepare it again"
         )
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
-        raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
+        raise UserError(
+            f"tokenizer {cfg.tokenizer_name()}: not the one that {folder} was prepared with"
+        )
+    if cfg.student_weights:
+        # which may lack a token, unlike a teacher
+        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
+    check_number_of_rows(cfg, rows)
+    say_precision(cfg, val)
+    return tokenizer
 
 
 def check_number_of_rows(cfg, rows):

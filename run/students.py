@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from losses import Method
 from model import Qwen2
 from run.identity import record_hash
 
-COUNTS = ("valid_tokens", "since_log_tokens")  # labels so far, and since the last log entry
-
 
 @dataclass
 class Student:
@@ -35,16 +32,14 @@ class Student:
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
-    tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
-    dtype: torch.dtype | None = None  # of activations and products (None: that of the weights)
-    # of the objective: buffers of `extras`, so that checkpoints hold it
-    state: dict[str, Tensor] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerFast  # saved with the model
+    dtype: torch.dtype  # of activations and products
+    state: dict[str, Tensor]  # of the objective: buffers of `extras`, so that checkpoints hold it
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
     def __post_init__(self):
         self.trained = [*self.model.parameters(), *self.extras.parameters()]
@@ -52,12 +47,6 @@ class Student:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["initial"] = {key: group[key] for key in group if key != "params"}
-
-    def state_dict(self) -> dict:
-        """Return all that training has changed, for a checkpoint."""
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        extras = self.extras.state_dict()
-        return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}
 
     def totals(self) -> dict[str, float]:
         """Return `sums`, added up over all processes."""
@@ -68,11 +57,8 @@ class Student:
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
-        complete = {}
-        for path in self.folder.glob("checkpoints/step_*/"):
-            if re.fullmatch(r"step_\d{8,}", path.name):
-                complete[int(path.name[5:])] = path
-        return dict(sorted(complete.items()))
+        paths = sorted(self.folder.glob(f"checkpoints/step_{'[0-9]' * 8}/"))
+        return {int(path.name.removeprefix("step_")): path for path in paths}
 
 
 @dataclass
@@ -82,7 +68,8 @@ class Run:
     cfg: Config
     facts: dict  # the provenance of every result (run/preflight.py)
     step: int = 0  # updates done so far
-    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    valid_tokens: float = 0  # labels so far
+    since_log_tokens: float = 0  # labels since the last log entry
     first_step: int = 0  # at which this program started: 0, or that of a checkpoint
     began: float = 0.0  # `time.perf_counter()` when it started, later after its first update
     logged_step: int = 0  # of the last log entry
@@ -116,8 +103,8 @@ class Run:
         seconds = 60 * (self.cfg.checkpoint_every_minutes or math.inf)
         is_late = parallel.rank() == 0 and time.perf_counter() - self.saved_at > seconds
         n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
-        self.counts["valid_tokens"] += n_valid
-        self.counts["since_log_tokens"] += n_valid
+        self.valid_tokens += n_valid
+        self.since_log_tokens += n_valid
         self.stop = n_signals > 0
         self.save = self.stop or n_late > 0 or self.is_due(self.cfg.checkpoint_every_steps)
 
@@ -147,7 +134,8 @@ def student_facts(s, run) -> dict:
         "init_sha256": s.init_sha256,
         "step": run.step,
         "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
-        **run.counts,
+        "valid_tokens": run.valid_tokens,
+        "since_log_tokens": run.since_log_tokens,
         **run.facts,
         "made_by": record,  # of this student alone; run.facts has those of all
         "made_by_sha256": record_hash(record),

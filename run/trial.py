@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from lib.errors import UserError, first_line
-from lib.vocab import IGNORE, Batch
-from losses import resolve, settings, takes, with_keywords
-from run.methods import LOGGED, evaluate, statistic
+from lib.vocab import IGNORE
+from losses import resolve, settings, takes
+from run.log import LOGGED
+from run.methods import head_losses
 
 RESERVED = (*LOGGED, "kd", "ce")  # names that no part of an objective may have
 
 
-def check_settings(name, V: int, /, **overrides):
+def check_settings(name, V: int, compile=False, /, **overrides):
     """Try the method on a few positions at a vocabulary of V.
 
-    Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
+    With `compile`, it is also compiled if its settings move. Raises `UserError` if a setting
+    is wrong, or if the objective breaks a rule of losses.py.
     """
     settings(name)  # all have a kind
     method = resolve(name, **(resolve(name).hyper | overrides))  # checks those of the row too
@@ -38,11 +40,12 @@ def check_settings(name, V: int, /, **overrides):
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
+    if compile:
+        _check_moving(name, method, V)
 
 
-def check_moving(name, V: int, /, **overrides):
+def _check_moving(name, method, V):
     """Try to compile a method whose settings move, which are tensors then. Raises `UserError`."""
-    method = resolve(name, **overrides)
     moving = method.moving.keys() - {"w_kd"}  # a weight, not a setting of the objective
     if not moving or takes(method.fn, "generator"):
         return
@@ -106,28 +109,25 @@ def _check_contract(method, V):
             "its gradient is zero at ordinary logits: it teaches nothing; see its settings"
         )
     if method.in_chunks and not (method.state or is_random):
-        _check_chunks(method, *z, y)
+        _check_chunks(method._replace(w_kd=1.0, w_ce=0.0), V, y)
 
 
-def _check_chunks(method, z_s, z_t, y):
-    """Check that the halves of a forward batch have the gradient of the whole."""
-    method = method._replace(w_kd=1.0, w_ce=0.0)
-    z_s.requires_grad_()
-    *_, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
-    valid = y != IGNORE
-    halves = torch.arange(len(y)).split((len(y) + 1) // 2)
-    values = None
-    if takes(method.fn, "batch"):
-        values = torch.cat([statistic(method, z_s[h], z_t[h], y[h]) for h in halves])
+def _check_chunks(method, V, y):
+    """Check that the halves of a forward batch have the gradient of the whole.
+
+    The logits are those of random hidden states [1, N, 8] and one head [V, 8].
+    """
+    N = len(y)
+    generator = torch.Generator().manual_seed(0)
+    h_s, h_t = torch.randn(2, 1, N, 8, generator=generator)
+    w = torch.randn(V, 8, generator=generator)
+    h_s.requires_grad_()
     gradients = []
-    for here in halves:
-        if values is not None:
-            method = with_keywords(method, batch=Batch(values, valid, here))
-        inputs = (z_s[here], z_t[here], y[here])
-        *_, gradient = evaluate(method, z_s.dtype, *inputs, valid.sum())
-        gradients.append(gradient)
-    error = torch.cat(gradients) - expected
-    if error.norm() > 1e-3 * expected.norm():
+    for chunk in (N, (N + 1) // 2):
+        ((loss, _),) = head_losses([(h_s, w, method)], h_t, w, y[None], chunk=chunk)
+        gradients += torch.autograd.grad(loss, h_s)
+    whole, halves = gradients
+    if (halves - whole).norm() > 1e-3 * whole.norm():
         raise UserError(
             "in_chunks=True: half a forward batch has another gradient than the whole; pass what a "
             "position needs of the others, detached, through `whole_batch`, or set in_chunks=False"

@@ -87,7 +87,7 @@ def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
 )
 def test_presets_have_the_papers_parameter_counts(name, n):
     with torch.device("meta"):
-        assert Qwen2(PRESETS[name]).n_params == n
+        assert world.n_params(Qwen2(PRESETS[name])) == n
 
 
 @needs_shared

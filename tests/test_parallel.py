@@ -181,13 +181,13 @@ def test_four_processes_hold_parts_of_unequal_size_and_copies(together, tiny, tm
     for name in ("uneven", "copies"):
         assert_same_run(tmp_path, root / name, "alra", step=2)
     (held,) = re.findall(r"process 1: (\d+) of Student in uneven", text)
-    assert abs(int(held) - init_student(world.STUDENT).n_params / 4) < 30
+    assert abs(int(held) - world.n_params(init_student(world.STUDENT)) / 4) < 30
 
 
 @pytest.mark.slow
 def test_a_process_holds_its_part_of_the_weights(together):
     lines = re.findall(r"process 1: (\d+ of \w+ in \w+)", together[1])
-    n_student = init_student(STUDENT).n_params
+    n_student = world.n_params(init_student(STUDENT))
     n_layers = 2 * (4 * 24 * 24 + 3 * 24 * 32 + 5 * 24)  # the teacher's
     n_others = 2 * V * 24 + 24  # embedding, head, norm
     for name, n in (("sums", 1), ("cut", 2), ("shard", 2)):

@@ -44,6 +44,7 @@ from tests.world import (
     EOS,
     ROOT,
     SHARED,
+    edit,
     kill_when,
     make_tokenizer,
     read_table,
@@ -437,6 +438,9 @@ def test_the_manifests_of_two_folders_become_one(small, tmp_path):
     expected = np.concatenate([first, second + 1 + first.max()])
     is_label = stored_rows[:, 1:] != PAD
     assert (val.documents(np.arange(14))[is_label] == expected[is_label]).all()
+    edit(tmp_path / "b/val.json", "unigram_half=null")  # of few rows
+    joint = rows.read_manifest(f"{small.rows},{tmp_path}/b", "val")
+    assert joint["unigram_half"] is None
 
 
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):

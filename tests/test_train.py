@@ -152,7 +152,7 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
     home = torch.device("meta")
     for name, device in (("none", home), ("cpu", CPU)):
         cfg = config(tiny, UNUSED, device="meta", teacher_device=name)
-        teacher = preflight.open_teacher(cfg)
+        teacher = preflight.open_teacher(cfg, None, None)
         assert teacher.model.head.device == device
         h = teacher.hidden(torch.zeros(1, 3, dtype=torch.int64))
         assert teacher.head.device == h.device == home
@@ -232,7 +232,7 @@ def gradients(tiny, **keys):
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
     rows = preflight.open_data(cfg, "train")
-    teacher = preflight.open_teacher(cfg)
+    teacher = preflight.open_teacher(cfg, None, None)
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
         s.optimizers[0].step = s.optimizers[0].zero_grad = lambda **_: None
@@ -1088,8 +1088,8 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             method = make_method(name, cfg)
             extras = torch.nn.ModuleDict()
-            s = train.Student(name, model, extras, [optimizer], None, "", method)
-            s.dtype = torch.bfloat16
+            dtype = torch.bfloat16
+            s = train.Student(name, model, extras, [optimizer], None, "", method, None, dtype, {})
             students.append(s)
         model = Qwen2(STUDENT).requires_grad_(False)
         for p in model.parameters():

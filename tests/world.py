@@ -70,6 +70,10 @@ def make_model(shape=TEACHER, seed=7, scale=8.0):
 
 
 @functools.cache
+def n_params(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
 def hash_of_tokenizer(name):
     return tokenizer_hash(load_tokenizer(name))
 

@@ -40,7 +40,7 @@ from lib.files import read_lines, write_lines, writing
 from lib.metrics import logits_of
 from losses import resolve
 from run.identity import content_hash
-from run.methods import LOGGED
+from run.log import LOGGED
 from run.paper import NAMES
 from run.results import read_log, students_of
 from run.scoring import check_content, open_checkpoint

@@ -49,7 +49,10 @@ CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. Each has one line of comment, which `--help` prints."""
+    """All settings. Each has one line of comment, which `--help` prints.
+
+    WEIGHTS in run/identity.py lists those that identify a student.
+    """
 
     # ---- students and teacher
 
@@ -300,10 +303,12 @@ def load(argv, epilog=tuple) -> Config:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     cfg = read_config(argv)
-    from losses import resolve  # imports torch
+    from losses import resolve, settings  # imports torch
 
     for name in (*cfg.methods, *cfg.hyper):
-        resolve(name, **cfg.overrides_of(name))  # raises `UserError`
+        overrides = cfg.overrides_of(name)
+        if not overrides.keys() <= settings(name).keys():
+            resolve(name, **overrides)  # raises `UserError`
     trained = trained_methods(cfg)
     return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
 

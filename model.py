@@ -24,6 +24,7 @@ Dimension key: B batch, T time, D width, H query heads, G key/value heads, K wid
 V vocabulary.
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -369,7 +370,7 @@ class Qwen2(nn.Module):
             model = cls(config)
         model.to(dtype)
         if shard > 1:
-            parallel.shard(model, shard, device)
+            parallel.shard(model, shard, torch.device(device))
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
@@ -526,6 +527,9 @@ def read_shape(path) -> tuple[dict, str | None]:
     missing = SIZES - hf.keys()
     if missing:
         return hf, f"no {min(missing)}"
+    n_layers = hf["num_hidden_layers"]
+    if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
+        raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
     values = {key: value for key, value in hf.items() if key not in INERT}
     has_saved_keys = values.keys() == SAVED and None not in values.values()
     # a mistral without the key has a sliding window of 4,096
@@ -537,7 +541,8 @@ def read_shape(path) -> tuple[dict, str | None]:
 
     known = {key: value for key, value in values.items() if key in READ}
     with reading(path, "correct config.json"):
-        complete = AutoConfig.for_model(**values).to_dict()
+        # the class changes what it is given
+        complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
         ours = AutoConfig.for_model(**known).to_dict()
     for key in (*sorted(values.keys() - READ), *complete):
         value = complete.get(key)

@@ -51,6 +51,7 @@ from lib.files import (
     read_json,
     reading,
     text_hash,
+    working_name,
     write_json,
     writing,
 )
@@ -528,11 +529,12 @@ def shorten(folder, state, split):
 
 def is_prepared(folder, recipe) -> bool:
     """Return whether a folder holds the finished rows. Raises `UserError` for another recipe's."""
-    names = [f"{split}.{kind}" for split in splits(recipe) for kind in ("bin", "json")]
-    is_whole = all((folder / name).exists() for name in names)
-    finished = is_whole and not (folder / "prepare.state").exists()
+    finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
     if finished:
         for split in splits(recipe):
+            for name in (f"{split}.bin", f"{split}.json"):
+                if not (folder / name).exists():
+                    raise UserError(f"{folder}: {name} is missing; move the folder aside")
             check_recipe(folder, open_rows(folder, split)[1], recipe)
     return finished
 
@@ -560,10 +562,10 @@ def open_state(folder, recipe):
             note(f"{folder}: resuming after {state['records']:,} documents")
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
     else:
-        names = ("train.bin", "train.json", "val.bin", "val.json", *WORK_FILES)
-        found = [name for name in names if (folder / name).exists()]
-        if found:
-            raise UserError(f"{folder}: contains {found} and lacks other files; move it aside")
+        names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
+        foreign = [name for name in names if (folder / name).exists()]
+        if foreign:
+            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
     streams = ["train", "val"] if recipe["val_share"] else ["train"]
     writers = {split: {"rows": 0, "rest": []} for split in streams}
     state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
@@ -665,11 +667,13 @@ def divide_rows(folder, recipe, held):
     kept = np.delete(np.arange(len(rows)), held)
     for split, index in (("train", kept), ("val", held)):
         file = folder / f"{split}.bin"
+        new = working_name(file)
         with writing(file):
-            with open(file, "wb") as stored:
+            with open(new, "wb") as stored:
                 for part in np.array_split(index, len(index) // 4096 + 1):
                     stored.write(rows[part])
-            flush(file)
+            flush(new)
+            os.replace(new, file)
 
 
 def splits(recipe):

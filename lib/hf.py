@@ -245,7 +245,7 @@ def read_weights(model, folder):
 def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-    if not all_finite(source):
+    if not source.is_floating_point() or not all_finite(source):
         raise UserError(
             f"{name} ({source.dtype}): expected floats, all finite; download or write it again"
         )

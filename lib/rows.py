@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from lib.errors import UserError
-from lib.files import for_json, read_json
+from lib.files import read_json
 from lib.settings import NonNegativeInt, PositiveInt
 from lib.vocab import IGNORE
 
@@ -81,7 +81,6 @@ def read_manifest(data_dir: str | Path, name) -> dict:
         n, ce, half = np.array(figures, float).T  # of a folder without an interval NaN, for None
         joint["unigram_ce"] = n @ ce / n.sum()
         joint["unigram_half"] = np.linalg.norm(n * half) / n.sum()
-        joint = for_json(joint)
     return joint
 
 

@@ -80,7 +80,7 @@ class States:
                     file.write(part)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache, and computes nothing."""
 

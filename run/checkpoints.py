@@ -248,6 +248,7 @@ def say_summary(students, run):
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
+    dtype = str(first.dtype).removeprefix("torch.")
     n_params = sum(p.numel() for p in first.model.parameters())
     # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
     n_kept = cfg.keep_checkpoints + 1
@@ -255,7 +256,7 @@ def say_summary(students, run):
         n_kept += cfg.max_steps // cfg.keep_every_steps
     n_bytes = len(students) * n_params * (12 * n_kept + 4)
     say(
-        f"{run.facts['machine']}, processes: {parallel.world()}, {first.dtype}, "
+        f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, "
         f"compile={cfg.compile}, micro_batch={cfg.micro_batch}"
     )
     say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")

@@ -34,9 +34,9 @@ from losses import default_settings, resolve
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
-# Config keys that a student's weights depend on. The record has them as they are, and the content
-# of rows and models instead of their names. `max_steps` is not here, as a run may be continued; a
-# checkpoint has its step. Other keys change rounding at most.
+# Config keys that a student's record has as they are. Instead of others it has the content of what
+# they name or make: rows, models, a method. `max_steps` is not here, as a run may be continued; a
+# checkpoint has its step. What is left changes rounding at most.
 WEIGHTS = (
     "seed",
     "seq_len",

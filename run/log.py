@@ -1,4 +1,4 @@
-"""What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
+"""What a run prints, and what it writes into log.jsonl."""
 
 import sys
 import time

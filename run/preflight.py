@@ -110,7 +110,7 @@ def check_config(cfg):
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)
     shape = student_shape(cfg)  # may download the teacher
-    for name in cfg.methods:
+    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, cfg.compile, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 

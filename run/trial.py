@@ -115,11 +115,13 @@ def _check_contract(method, V):
 def _check_chunks(method, V, y):
     """Check that the halves of a forward batch have the gradient of the whole.
 
-    The logits are those of random hidden states [1, N, 8] and one head [V, 8].
+    The logits are those of random hidden states [1, N, 8] and one head [V, 8]. The later a
+    position, the larger they are: so the halves differ in all that an objective may average.
     """
     N = len(y)
     generator = torch.Generator().manual_seed(0)
-    h_s, h_t = torch.randn(2, 1, N, 8, generator=generator)
+    rising = torch.linspace(0.1, 1.0, N)[:, None]
+    h_s, h_t = torch.randn(2, 1, N, 8, generator=generator) * rising
     w = torch.randn(V, 8, generator=generator)
     h_s.requires_grad_()
     gradients = []

@@ -403,12 +403,11 @@ h.jsonl, record 1: .*contains NUL, as UTF-16
 {PREPARE} => ln text/a.jsonl text/c.jsonl => c.jsonl hold one text; keep one of them
 {PREPARE} => touch text/c.jsonl text/c.jsonl.gz => c.jsonl.gz hold one text; keep one of them
 prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin.tmp => \
-b: contains \['train.bin.tmp'\] and lacks other files; move it aside
+b: contains \['train.bin.tmp'\], not of prepare.py
 prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.bin.tmp => b: contains \['val.bin.tmp'\]
 prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin => b: contains \['train.bin'\]
 prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.bin => b: contains \['val.bin'\]
 prepare.py cfg.py --data_dir=b => mkdir b; echo > b/val.json => b: contains \['val.json'\]
-prepare.py cfg.py --data_dir=b => cp -r data b; rm b/val.bin => b: contains .*and lacks other files
 prepare.py cfg.py --data_dir=b --val_rows=1000 => mkdir b; echo > b/other.tmp => leave no row
 {PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json eos_token="</s>" => \
 lacks its eos_token '</s>'
@@ -462,7 +461,7 @@ source_text=3: expected str
 {NEW} => set teacher/config.json head_dim=0 => config.json: head_dim=0: expected int 1 or more
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
 {NEW} => set teacher/config.json rope_scaling="x" => teacher/config.json:
-{NEW} => set teacher/config.json num_hidden_layers=1001 => num_hidden_layers=1001: expected int 0
+{NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000: expected
 {NEW} => cd teacher; echo 'raise SystemExit("ran")' > mine.py; \
 echo '{{"model_type": "mine", "auto_map": {{"AutoConfig": "mine.Mine"}}}}' > config.json => \
 contains custom code

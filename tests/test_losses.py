@@ -752,6 +752,13 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
         assert kd(name, z_s, z_t, y)[0].isnan(), name
 
 
+@pytest.mark.parametrize("V", [61, 151_936])
+def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(V, monkeypatch):
+    method = losses.Method(lambda *z: losses.alra(*z), in_chunks=True)
+    monkeypatch.setitem(METHODS, "mine", method)
+    refused("half a forward batch", trial.check_settings, "mine", V)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_objective_passes_its_trial(name):
     trial.check_settings(name, 53)

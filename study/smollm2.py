@@ -21,6 +21,7 @@ calibrated than vanilla KD. fixed_9, which differs from ALRA in five things and 
 a slightly lower CE. With as much cross-entropy as vanilla KD, ALRA has vanilla KD's CE (one \
 seed), so labels explain in part why it is behind. No settings were tried here. Students of 6.9M \
 parameters say nothing about those of 200M.""",
+    "seeds": 3,
     "fewer_seeds": {"vanilla_kd@kl": 1, "alra@ce": 1},
     "tune": ("none",),
     "trial_steps": None,

@@ -25,6 +25,8 @@ before these runs that overconfidence is the reason only if ALRA's CE is below v
 0.05 or more (LOG.md). That concerns the sharpness of the teacher as a whole, not its errors at \
 single tokens. The students of smollm2_code ran on an Intel Xeon with earlier code, these on an \
 AMD EPYC; rounding alone has moved a student by 0.02. Teacher FLOPs leave out attention here.""",
+    "seeds": 3,
+    "fewer_seeds": {},
     "tune": ("none",),
     "trial_steps": None,
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[:2], "alra")),

@@ -674,6 +674,10 @@ def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, q
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_committed_study_is_what_its_plan_says(study):
     plan, students, *_ = reports.read(RESULTS / study)
+    configs = [f"study/{name}.py" for name in (*BASES.get(study, ()), study)]
+    planned = compare.plan_students(*compare.arguments(configs), {})
+    named = {(x["method"], x["seed"]) for x in plan["students"]}
+    assert {(x.methods[0], x.seed) for x in planned} == named
     for x in students:
         made = x["made_by"]
         assert made["methods"] == x["method"].partition("@")[0]

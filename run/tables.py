@@ -86,7 +86,8 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     comparable = {}
     for x in newest(results):
-        shape = x["run"].get("student", "other models")
+        student = x["run"].get("student")
+        shape = f"student={student}" if student else "other models"
         comparable.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
     lines = []
     for shape, kind, protocol in sorted(comparable):

@@ -541,7 +541,7 @@ def test_from_checkpoints_to_tables(out, capsys, printed):
     (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
     output = capsys.readouterr()
-    text = output.out[output.out.index("## tiny") :]
+    text = output.out[output.out.index("## student=tiny") :]
     assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
     assert f"{out}/tad: left out (it stopped, or has no checkpoint yet)\n" in output.err
     assert re.search(r"targets in 11 rows of \d+ documents; teacher: ", text)

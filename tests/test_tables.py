@@ -93,7 +93,7 @@ def test_a_table_byte_for_byte(tmp_path):
     fake(tmp_path / "bdl", "bdl", {**ALL, "arc_easy": 35.0})
     (tmp_path / "run.json").write_text("{}")
     text = """\
-## 200m
+## student=200m
 
 ### Main results: accuracy in %, heldout
 

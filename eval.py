@@ -81,7 +81,7 @@ from torch import Tensor
 
 from lib import metrics
 from lib.device import machine_facts, pick_device
-from lib.files import append_line, for_json, reading, write_lines, writing
+from lib.files import append_line, for_json, reading, text_hash, write_lines, writing
 from lib.hf import find_folder
 from lib.rows import PAD, Rows, read_manifest
 from lib.stats import half_interval
@@ -297,7 +297,7 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
         "n_paper": SUITES[args.split][name].n_paper,
         "source": items.source,
         "data_sha256": items.sha256,
-        "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+        "prompts_sha256": text_hash(prompts),
         "version": out["versions"][name],
     }
     return scores, out.get("samples", {}).get(name, [])

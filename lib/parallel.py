@@ -56,8 +56,8 @@ def world() -> int:
 def sum_in_place(tensors: Iterable[Tensor]):
     """Sum each tensor over the processes."""
     if world() > 1:
-        for t in tensors:
-            dist.all_reduce(t)
+        for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            handle.wait()
 
 
 def all_reduce_sum(numbers: Tensor | list[float]) -> list[float]:

@@ -57,9 +57,10 @@ def read_manifest(data_dir: str | Path, name) -> dict:
     for folder in folders:
         file = Path(folder, f"{name}.json")
         if not file.is_file() or not file.with_suffix(".bin").is_file():
-            raise UserError(
-                f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config"
-            )
+            remedy = "run prepare.py with the config"
+            if file.with_name("train.json").exists():  # prepare.py takes it for a finished folder
+                remedy = f"move it aside, and {remedy}"
+            raise UserError(f"{folder}: no {name}.bin with {name}.json; {remedy}")
         manifests.append(read_json(file, MANIFEST, f"move {folder} aside and prepare it again"))
     if len(folders) == 1:
         return manifests[0]
@@ -78,7 +79,7 @@ def read_manifest(data_dir: str | Path, name) -> dict:
         joint["ended_in_train"] = np.concatenate([x + (n << 32) for n, x in enumerate(ended)])
     if all("unigram_ce" in manifest for manifest in manifests):
         figures = [(x["valid_targets"], x["unigram_ce"], x["unigram_half"]) for x in manifests]
-        n, ce, half = np.array(figures, float).T  # of a folder without an interval NaN, for None
+        n, ce, half = np.array(figures, float).T  # half is NaN for a folder without an interval
         joint["unigram_ce"] = n @ ce / n.sum()
         joint["unigram_half"] = np.linalg.norm(n * half) / n.sum()
     return joint

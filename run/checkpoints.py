@@ -124,12 +124,7 @@ def read_folder(students, run):
                 "restore one, or choose another out_dir"
             )
         elif cfg.resume_from:
-            sources[s.name] = branch_point(cfg.resume_from)
-            checkpoint, state = sources[s.name]
-            changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
-            for key in ("shape", "tokenizer_sha256", "batch_rows"):
-                if key in changes:
-                    raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
+            sources[s.name] = begin_branch(s.name, run)
     return stops, sources, is_new
 
 
@@ -210,6 +205,19 @@ def branch_point(name):
         )
     _, state = read_checkpoint(checkpoint)
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
+
+
+def begin_branch(name, run):
+    """Return the checkpoint `resume_from` and its state, for a student to begin with.
+
+    Raises `UserError` unless the student has its shape, tokenizer and rows per update.
+    """
+    checkpoint, state = branch_point(run.cfg.resume_from)
+    changes = record_changes(state["made_by"], run.facts["made_by"][name])
+    for key in ("shape", "tokenizer_sha256", "batch_rows"):
+        if key in changes:
+            raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
+    return checkpoint, state
 
 
 def begin_logs(live, run):
@@ -432,11 +440,7 @@ def load_optimizer(optimizer, saved):
 
 
 def stop_diverged(live, run, check_weights: bool) -> list[Student]:
-    """Stop the students that cannot continue. Returns the others.
-
-    Writes stopped.json, and prints how a student can continue: from the newest checkpoint after
-    which an update was good. With the weights of later ones, every gradient so far was bad.
-    """
+    """Stop the students that cannot continue. Returns the others."""
     for s in live:
         if check_weights and not s.stopped:
             finite = [all_finite(parallel.local(p)) for p in s.trained]
@@ -444,18 +448,26 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
             (diverged,) = parallel.all_reduce_sum([not all(finite)])
             if diverged:
                 s.stopped = "its weights are not finite"
-        if not s.stopped:
-            continue
-        say_if_unsaved(run)
-        begin = ""
-        for step, path in parallel.on_first(s.checkpoints).items():
-            if 0 < step < run.step - s.skipped:
-                begin = f" --resume_from={shlex.quote(str(path))}"
-        s.stopped = (
-            f"step {run.step}: {s.stopped}; to try again, run the same command with "
-            f"--methods={s.name}{begin}, another out_dir, and an lr below {run.cfg.lr_of(s.name):g}"
-        )
-        say(f"{s.name} stopped at {s.stopped}")
-        facts = student_facts(s, run) | {"why": s.stopped}
-        parallel.on_first(files.write_json, s.folder / "stopped.json", facts)
+        if s.stopped:
+            stop(s, run)
     return [s for s in live if not s.stopped]
+
+
+def stop(s, run):
+    """Write stopped.json, and print how the student can continue.
+
+    It can from the newest checkpoint after which an update was good: with the weights of later
+    ones, every gradient so far was bad.
+    """
+    say_if_unsaved(run)
+    begin = ""
+    for step, path in parallel.on_first(s.checkpoints).items():
+        if 0 < step < run.step - s.skipped:
+            begin = f" --resume_from={shlex.quote(str(path))}"
+    s.stopped = (
+        f"step {run.step}: {s.stopped}; to try again, run the same command with "
+        f"--methods={s.name}{begin}, another out_dir, and an lr below {run.cfg.lr_of(s.name):g}"
+    )
+    say(f"{s.name} stopped at {s.stopped}")
+    facts = student_facts(s, run) | {"why": s.stopped}
+    parallel.on_first(files.write_json, s.folder / "stopped.json", facts)

@@ -21,7 +21,7 @@ from lib import parallel
 from lib.errors import UserError, first_line, naming_files
 from run.log import say
 
-RECEIVED = []  # names of the signals that this process has received in its updates
+RECEIVED: list[str] = []  # names of the signals that this process has received in its updates
 TRY_AGAIN = 75  # exit code of a run that may go on (EX_TEMPFAIL in sysexits.h)
 
 

@@ -117,11 +117,22 @@ def check_config(cfg):
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
-    folder = cfg.data_dir
-    tokenizer = load_tokenizer(cfg.tokenizer_name())
+    name = cfg.tokenizer_name()
+    tokenizer = load_tokenizer(name)
     if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
     check_vocabulary(f"student={cfg.student}", student_shape(cfg).vocab_size, tokenizer)
+    check_rows(cfg.data_dir, rows, val, name, tokenizer)
+    if cfg.student_weights:
+        # which may lack a token, unlike a teacher
+        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
+    check_number_of_rows(cfg, rows)
+    say_precision(cfg, val)
+    return tokenizer
+
+
+def check_rows(folder, rows, val, name, tokenizer):
+    """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
             raise UserError(f"{folder}: {key} differs in train.json and val.json; prepare again")
@@ -133,15 +144,7 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
             f"{folder}: eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}; prepare it again"
         )
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
-        raise UserError(
-            f"tokenizer {cfg.tokenizer_name()}: not the one that {folder} was prepared with"
-        )
-    if cfg.student_weights:
-        # which may lack a token, unlike a teacher
-        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
-    check_number_of_rows(cfg, rows)
-    say_precision(cfg, val)
-    return tokenizer
+        raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
 def check_number_of_rows(cfg, rows):

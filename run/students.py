@@ -32,7 +32,7 @@ class Student:
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
-    tokenizer: PreTrainedTokenizerFast  # saved with the model
+    tokenizer: PreTrainedTokenizerFast | None  # saved with the model
     dtype: torch.dtype  # of activations and products
     state: dict[str, Tensor]  # of the objective: buffers of `extras`, so that checkpoints hold it
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry

@@ -725,7 +725,7 @@ def test_a_setting_that_moves_is_tried_as_a_tensor(objective, key, message, monk
     method = losses.Method(objective, moving={key: losses.ramp(0.1, 0.9)}, state=state)
     monkeypatch.setitem(METHODS, "mine", method)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        trial._check_moving("mine", method, 23)
+        trial.check_settings("mine", 23, True)
 
 
 TEACHES_NOTHING = read_settings("""

@@ -670,7 +670,7 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
     assert ("already prepared" if complete else "resuming after") in "".join(capsys.readouterr())
     if complete:
         (folder / "val.bin").unlink()
-        with refusal("val.bin is missing; move the folder aside"):
+        with refusal("no val.bin with val.json; move it aside, and run prepare.py"):
             small.prepare(folder)
 
 

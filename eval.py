@@ -57,7 +57,6 @@ def arguments(argv) -> argparse.Namespace:
     add("--max_length", type=int, default=512, help="longer requests lose their beginning")
     add("--log_samples", action="store_true", help="also write every item with its scores")
     add("--out", help="folder; default: the student's, out/eval/NAME for other models")
-    add("--accept_edits", action="store_true", help="even if the decoder was edited since training")
     add("--table", action="store_true", help="only print the tables of earlier results")
     add("--reference", default="pretrain", help="method that a table's gains start from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
@@ -84,13 +83,14 @@ from lib.device import machine_facts, pick_device
 from lib.files import append_line, for_json, reading, text_hash, write_lines, writing
 from lib.hf import find_folder
 from lib.rows import PAD, Rows, read_manifest
+from lib.source import hashes, loaded_sources
 from lib.stats import half_interval
 from lib.tokens import space_spelling, spelled_spaces, token_bytes
 from lib.vocab import IGNORE
 from run.cache import open_cached, progress
 from run.identity import content_hash
 from run.results import left_out, students_of
-from run.scoring import Checkpoint, check_content, decoder_edits, open_checkpoint, scoring_code
+from run.scoring import Checkpoint, check_content, open_checkpoint
 from run.teacher import Teacher, check_teacher, load_teacher
 
 
@@ -158,7 +158,6 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: l
         "max_length": args.max_length,
         "limit": args.limit,
     }
-    scored = {"scoring_code": scoring_code("tasks")}
     results = []
     for name, chosen in items.items():
         try:
@@ -166,7 +165,7 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: l
         except UserError as error:
             refused.append(str(error))
             continue
-        results.append(write(args.split, {name: scores}, protocol, scored, c, device))
+        results.append(write(args.split, {name: scores}, protocol, {}, c, device))
         if args.log_samples:
             file = f"samples_{args.split}_{name}_{c.weights_sha256[:8]}.jsonl"
             write_lines(c.results / file, samples)
@@ -323,7 +322,6 @@ def score_rows(
         "dtype": args.dtype,
     }
     scored = {
-        "scoring_code": scoring_code("figures"),
         "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
         "vocabulary": rows.n_vocab,
     }
@@ -468,12 +466,6 @@ def open_checkpoints(args) -> list[Checkpoint]:
     checkpoints = []
     for name in names:
         c = open_checkpoint(name)
-        edits = decoder_edits(c.run)
-        if edits and not args.accept_edits:
-            raise UserError(
-                f"{name}: the decoder was edited since its training: {', '.join(edits)}; "
-                "--accept_edits scores it all the same"
-            )
         if c.run and c.results != c.folder.parent:
             note(f"{name}: scoring the checkpoint {c.folder.parent}")
         checkpoints.append(c._replace(results=Path(args.out or c.results)))
@@ -507,7 +499,7 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 
     kind      "figures", or the split of the tasks
     protocol  what the user chose; the newest result by a protocol counts
-    scored    hashes, which must be equal in a table
+    scored    hashes, which must be equal in a table; those of tasks are in `values`
     """
     result = {
         "name": c.name,
@@ -517,7 +509,7 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
         "values": values,
         "weights_sha256": c.weights_sha256,
         "tokenizer_sha256": c.tokenizer_sha256,
-        "accepted_edits": decoder_edits(c.run),
+        "code": hashes(loaded_sources()),
         "run": c.run,
     }
     append_line(c.results / "results.jsonl", result | machine_facts(device))

@@ -17,18 +17,18 @@
   to them. It ends with `leave`, which sets the loss at ignored positions to 0.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
-  random numbers or keep a state: docs/objectives.md shows how.
+  random numbers, learn parameters or keep a state: docs/objectives.md shows how.
 * The result is the distillation term alone. `METHODS` has its weight and that of the causal
   language-modelling term.
 * An objective with parts returns a NamedTuple: `loss` [N] first. Training logs its other fields of
-  shape [N] by name, but not those of shape [N, ..]. A field `state` is the next state of an
-  objective that keeps one, a dict of tensors.
+  shape [N] by name, but not those of shape [N, ..].
 
 lib/vocab.py has the sums over the vocabulary that make these functions fast. To add an objective,
 append a function and a row of `METHODS` to this file. To call one in a training loop of your own,
 see `method_loss`. Dimensions: N positions, V vocabulary, k selected tokens.
 """
 
+import functools
 import inspect
 import math
 import typing
@@ -36,12 +36,20 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lib import vocab
 from lib.errors import UserError, did_you_mean
-from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval, checked
+from lib.settings import (
+    Below1,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    PositiveInt,
+    UnitInterval,
+    checked,
+)
 from lib.vocab import (
     IGNORE,
     LEAST,
@@ -944,13 +952,65 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. By default training
        raises it from 0.4 to 1 (see `METHODS`), and passes it as a tensor [] that is not checked
 
-    The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
-    adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
-    than the linear schedule used here.
+    The authors' code returns the cross-entropy with r, whose entropy moves with the student.
+    `AdaptiveTaid` has their schedule of t.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
     return leave(vocab.full_kl(between, z_s, 1.0), valid)
+
+
+class AdaptiveTaid(nn.Module):
+    """TAID whose t grows with the fall of the loss (Shing et al. 2025, Algorithm 1).
+
+        m <- beta m + (1 - beta) (J' - J) / J'
+        t <- min(1, max(t_linear, t + alpha sigmoid(m) (1 - t)))
+
+    J and J' are the means over the last update and the one before it of the cross-entropy with r
+    (see `taid`). The first two updates have t_linear, which is the keyword t.
+
+    alpha  how fast t grows. With the default, growth exceeds that of t_linear only in runs of more
+           than about 4,000 updates
+    beta   decay rate of the momentum m
+    """
+
+    def __init__(self, *, alpha: NonNegative = 5e-4, beta: Below1 = 0.99):
+        super().__init__()
+        self.alpha = alpha
+        self.beta = beta
+        for name in ("t", "momentum", "loss", "previous_loss"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+
+    def forward(self, z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
+        z_s, z_t, y, valid = enter(z_s, z_t, y)
+        fall = (self.previous_loss - self.loss) / self.previous_loss
+        momentum = self.beta * self.momentum + (1 - self.beta) * fall
+        grown = self.t + self.alpha * momentum.sigmoid() * (1 - self.t)
+        is_known = self.previous_loss > 0
+        self.momentum = torch.where(is_known, momentum, self.momentum)
+        self.t = torch.where(is_known, grown, self.t).clamp(min=t).clamp(max=1.0)
+        between = (1 - self.t) * z_s.detach() + self.t * z_t
+        kl_u = vocab.full_kl(between, z_s, 1.0)
+        log_r = log_softmax(between)
+        entropy = -(log_r.exp() * log_r).sum(-1)
+        self.previous_loss = self.loss
+        self.loss = valid_mean(kl_u.detach() + entropy, valid)
+        return leave(kl_u, valid)
+
+
+def rs_kd(
+    z_s, z_t, y, *, n_draws: PositiveInt = 50, generator: torch.Generator | None = None
+) -> Tensor:
+    """Random sampling KD (Anshumann et al. 2025): -sum_i n_i / n_draws ln q_i, q = softmax(z_s).
+
+    n_i counts token i among n_draws tokens drawn from the teacher, with replacement. The expected
+    gradient is that of KL(P_t || P_s), and the expected value the cross-entropy with P_t.
+
+    generator  of the draws; training sets it
+    """
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    tokens = torch.multinomial(z_t.softmax(-1), n_draws, replacement=True, generator=generator)
+    return leave(-vocab.log_p(z_s, tokens).mean(-1), valid)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -958,9 +1018,12 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
 
 
 class Method(NamedTuple):
-    """A named loss: w_kd times an objective plus w_ce times `cross_entropy`."""
+    """A named loss: w_kd times an objective plus w_ce times `cross_entropy`, plus a term."""
 
-    fn: Callable  # the objective, or a `functools.partial` of it
+    # The objective, or a `functools.partial` of it. Or a class of modules, made with settings as
+    # keywords, whose `forward` is the objective: its parameters are trained, its buffers are kept
+    # from one update to the next.
+    fn: Callable
     # Settings that differ from the objective's defaults; in training also keywords of GIVEN.
     hyper: dict = {}  # noqa: RUF012
     w_kd: float = 1.0  # weight of the objective
@@ -968,14 +1031,16 @@ class Method(NamedTuple):
     # Settings that change in training: function of progress, update / schedule_steps -> value. In
     # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
-    state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
+    # Class of modules, made with the widths D_s and D_t, and with settings as keywords. What its
+    # forward(h_s [B, T, D_s], h_t [B, T, D_t], y [B, T]) returns, [], is added to the loss.
+    term: Callable | None = None
     # Whether a forward batch may be divided into chunks of positions. An objective whose positions
     # depend on each other then takes `batch` (see `whole_batch`).
     in_chunks: bool = False
 
     @property
     def has_teacher(self) -> bool:
-        return self.fn is not cross_entropy
+        return self.fn is not cross_entropy or self.term is not None
 
 
 def ramp(start: float, end: float) -> Callable[[float], float]:
@@ -1028,6 +1093,8 @@ METHODS: dict[str, Method] = {
     "akl": Method(akl, in_chunks=True),
     "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
     "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
+    "taid_adaptive": Method(AdaptiveTaid, moving={"t": ramp(0.4, 1.0)}),
+    "rs_kd": Method(rs_kd),
     # KL over the teacher's top K and one bucket
     "topk_tail": Method(tad, {"beta": 0.0}, in_chunks=True),
     "logit_std": Method(
@@ -1043,34 +1110,37 @@ METHODS: dict[str, Method] = {
 # ----------------------------------------------------------------------------------------------
 # calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
-GIVEN = ("n_sequences", "generator", "state", "batch")  # keywords that the caller sets
+GIVEN = ("n_sequences", "generator", "batch")  # keywords that the caller sets
 # what people may mean by a name that is not in `METHODS`
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
 def method_loss(
-    name, z_s, z_t, y, n_sequences: int = 1, state: dict | None = None, **settings
+    name, z_s, z_t, y, n_sequences: int = 1, **settings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Call a method in a training loop of your own.
 
     n_sequences  sequences of equal length in the batch, one after another; read by TAD
-    state        of an objective that keeps one; None: its first
     settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`;
                  those in `moving` do not change by themselves here
-    ->           mean loss, differentiable in z_s; a dict of detached means of its terms, which has
-                 the next state too, each tensor KEY of it under "state.KEY". Without a valid label
-                 the next state is zeros: keep the old one
+    ->           mean loss, differentiable in z_s; a dict of detached means of its terms
+
+    An objective that is a module is made anew by each call. To keep one, call it in its place.
     """
-    method = with_sequences(resolve(name, **settings), n_sequences)
+    method = with_sequences(built(resolve(name, **settings)), n_sequences)
     if method.has_teacher and z_t is None:
         raise UserError("z_t: this method needs teacher logits, got None")
-    if method.state:
-        if state is None:
-            state = {key: value.to(z_s.device) for key, value in method.state.items()}
-        method = with_keywords(method, state=state)
     loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = (y != IGNORE).sum().clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
+
+
+def position_weight(z_s, z_t, y) -> Tensor | float:
+    """Return the weight of each position in the loss of every method, [N]; here 1.
+
+    Arguments are those of an objective, without a gradient. `z_t` is None without a teacher.
+    """
+    return 1.0
 
 
 def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1079,35 +1149,30 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     z_s, z_t, y  as for an objective
     n            number of valid positions in the forward batch, if these are a chunk of it
     ->           loss []: the sum over these positions, divided by n; and a dict of sums over the
-                 valid ones: `loss`, `kd` (with a teacher), `ce`, and the objective's parts. The
-                 next state of an objective that keeps one is under "state.KEY", times the number
-                 of valid positions, so that a division by their total gives its mean
+                 valid ones: `loss`, `kd` (with a teacher), `ce`, and the objective's parts
 
     A cross-entropy of constant weight 0 is logged, and costs no gradient.
     """
     valid = y != IGNORE
-    n_valid = valid.sum()
     # a weight that changes in training is a tensor
     ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0
     ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
     terms = {"ce": ce}
-    state = {}
-    if method.has_teacher:
+    if method.fn is not cross_entropy:
         result = method.fn(z_s, z_t, y, **method.hyper)
         parts = {"loss": result} if isinstance(result, Tensor) else result._asdict()
-        state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
         terms = {"kd": kd, "ce": ce, **parts}
+    weight = position_weight(z_s.detach(), z_t if method.has_teacher else None, y)
+    loss = leave(weight * loss, valid)
     sums = {}
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
-    for key, value in state.items():
-        sums[f"state.{key}"] = torch.where(n_valid > 0, value.double() * n_valid, 0.0)
     if n is None:
-        n = n_valid
+        n = valid.sum()
     return loss.sum() / n.clamp(min=1), sums
 
 
@@ -1116,6 +1181,16 @@ def with_sequences(method, n_sequences: int) -> Method:
     if not takes(method.fn, "n_sequences"):
         return method
     return with_keywords(method, n_sequences=n_sequences)
+
+
+def built(method) -> Method:
+    """Return the method with a module in place of its objective, if that is a class."""
+    if not isinstance(method.fn, type):
+        return method
+    made_with = inspect.signature(method.fn).parameters
+    hyper = dict(method.hyper)
+    keywords = {key: hyper.pop(key) for key in method.hyper if key in made_with}
+    return method._replace(fn=method.fn(**keywords), hyper=hyper)
 
 
 def with_keywords(method, **keywords) -> Method:
@@ -1138,6 +1213,7 @@ def resolve(name, /, **overrides) -> Method:
     kinds = settings(name)
     hyper = dict(method.hyper)
     weights = {}
+    of_term = {}
     for key, value in overrides.items():
         if key not in kinds:
             hint = did_you_mean(key, kinds)
@@ -1145,8 +1221,12 @@ def resolve(name, /, **overrides) -> Method:
         value = checked(f"{name}.{key}", value, kinds[key])
         if key in ("w_kd", "w_ce"):
             weights[key] = value
+        elif method.term and key in _keywords(method.term):
+            of_term[key] = value
         else:
             hyper[key] = value
+    if of_term:
+        weights["term"] = functools.partial(method.term, **of_term)
     moving = {key: value for key, value in method.moving.items() if key not in overrides}
     if "w_kd" in moving and "w_ce" in overrides:
         raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")
@@ -1155,19 +1235,27 @@ def resolve(name, /, **overrides) -> Method:
 
 def settings(name) -> dict[str, object]:
     """Return the settings that `resolve(name)` may override, with their kinds."""
-    fn = resolve(name).fn  # without overrides, `resolve` does not call `settings`
-    hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
+    method = resolve(name)  # without overrides, `resolve` does not call `settings`
+    hints = {}
+    for fn in filter(None, (method.fn, method.term)):
+        plain = getattr(fn, "func", fn)  # of a `partial`
+        parts = (plain.__init__, plain.forward) if isinstance(plain, type) else (plain,)
+        for part in parts:
+            hints |= typing.get_type_hints(part, include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
-    for key in default_settings(fn):
+    for key in default_settings(method):
         if key not in hints:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
         kinds[key] = hints[key]
     return kinds
 
 
-def default_settings(fn: Callable) -> dict[str, object]:
-    """Return the settings of an objective with their defaults."""
-    return {key: value for key, value in _keywords(fn).items() if key not in GIVEN}
+def default_settings(method) -> dict[str, object]:
+    """Return the settings of an objective, and of a term if there is one, with their defaults."""
+    keywords = _keywords(method.fn)
+    if method.term:
+        keywords |= _keywords(method.term)
+    return {key: value for key, value in keywords.items() if key not in GIVEN}
 
 
 def takes(fn: Callable, keyword) -> bool:
@@ -1176,9 +1264,13 @@ def takes(fn: Callable, keyword) -> bool:
 
 
 def _keywords(fn) -> dict[str, object]:
-    """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
+    """Return the keywords with a default of an objective or a term, with these defaults.
+
+    It may be a `functools.partial`. Those of a module are its constructor's and its `forward`'s.
+    """
     keywords = {}
-    for p in inspect.signature(fn).parameters.values():
-        if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
-            keywords[p.name] = p.default
+    for part in filter(None, (fn, getattr(fn, "forward", None))):
+        for p in inspect.signature(part).parameters.values():
+            if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
+                keywords[p.name] = p.default
     return keywords

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from lib import parallel
 from lib.device import gib
 from lib.errors import UserError, did_you_mean
-from lib.files import reading
+from lib.files import read_json, reading
 from lib.hf import (
     check_weights,
     find_folder,
@@ -95,6 +95,7 @@ INERT = {  # without effect on the logits of these families in evaluation
     "max_window_layers",
     "pad_token_id",
     "pretraining_tp",
+    "probe",  # of a student that only the classes for students compute
     "torch_dtype",
     "transformers_version",
     "use_cache",
@@ -119,6 +120,7 @@ class Qwen2Config:
     attention_bias: bool = True  # on q, k and v
     qk_norm: bool = False  # RMSNorm on q and k of each head, before rotation (Qwen3)
     rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
+    # A field of your own, with a default, goes here, and in no other place.
 
     def __post_init__(self):
         check_fields(self)
@@ -141,6 +143,8 @@ class Qwen2Config:
             for key in LLAMA3:
                 checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
 
+
+FIELDS = {field.name for field in dataclasses.fields(Qwen2Config)}
 
 # The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
 # replaces vocabulary, rope base and scaling, norm epsilon and context by the teacher's. Of these
@@ -262,12 +266,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then MLP, each added onto the residual stream, [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, config):
+    def __init__(self, config, attention=Attention, mlp=MLP):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x, cos, sin) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -277,24 +281,26 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """The decoder without its head, under the names of the checkpoint; `Qwen2.hidden` runs it."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Qwen2(nn.Module):
-    """The decoder.
+    """The decoder; a student's is `StudentDecoder`.
 
     Build it with `init_student` or `Qwen2.from_pretrained`: the constructor keeps torch's own
     initialisation.
     """
 
+    layer = Layer
+
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.model = Backbone(config)
+        self.model = Backbone(config, self.layer)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -361,18 +367,29 @@ class Qwen2(nn.Module):
         shard  number of processes over which the layers are sharded; each keeps its own part only
 
         Only safetensors are read, so a foreign folder cannot run code. Raises `UserError` for
-        another architecture, a pickle, and any missing, unexpected or misshapen tensor.
+        another architecture, a pickle, and any missing, unexpected or misshapen tensor; and if this
+        decoder no longer computes the model, after an edit of this file.
         """
         folder = find_folder(name)
         config = load_config(name)
+        expected = read_json(folder / "config.json").get("probe")
         check_weights(folder, config.num_hidden_layers)
         with torch.device("meta"):
-            model = cls(config)
+            model = StudentDecoder(config) if expected else cls(config)
         model.to(dtype)
         if shard > 1:
             parallel.shard(model, shard, torch.device(device))
         model.to_empty(device=device)
         read_weights(model, folder)
+        check_decoder()
+        if expected:
+            weights = {key: parallel.full_tensor(p) for key, p in model.state_dict().items()}
+            check_near(
+                probe(type(model), config, weights),
+                expected,
+                f"{folder}: restore the classes for students in model.py that it was trained with",
+                1e-4 if dtype == torch.float32 else 3e-2,  # weights are rounded
+            )
         return model.requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path, tokenizer=None, weights: dict | None = None):
@@ -385,7 +402,37 @@ class Qwen2(nn.Module):
         """
         weights = weights or self.state_dict()
         shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
+        logits = probe(type(self), self.config, weights)
+        try:
+            check_near(probe(Qwen2, self.config, weights), logits, "", 1e-6)
+        except (UserError, RuntimeError):  # other logits, or other tensors
+            shape["probe"] = logits  # of an edited student
         save_folder(Path(folder), shape, weights, tokenizer)
+
+
+# ----------------------------------------------------------------------------------------------
+# A student's own decoder: edit it here. Teachers, and all other models, have the classes above.
+
+
+class StudentAttention(Attention):
+    """A student's attention."""
+
+
+class StudentMLP(MLP):
+    """A student's MLP."""
+
+
+class StudentLayer(Layer):
+    """A student's layer."""
+
+    def __init__(self, config):
+        super().__init__(config, StudentAttention, StudentMLP)
+
+
+class StudentDecoder(Qwen2):
+    """A student's decoder."""
+
+    layer = StudentLayer
 
 
 def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
@@ -395,8 +442,9 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
     of the state dict, so a seed gives the same bits on every device.
     """
     config = student_config(shape) if isinstance(shape, str) else shape
+    check_decoder()
     with torch.device("meta"):
-        model = Qwen2(config)
+        model = StudentDecoder(config)
     n_bytes = sum(p.nbytes for p in model.parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > memory:
@@ -413,6 +461,60 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
+
+
+# ----------------------------------------------------------------------------------------------
+# what edits of the decoder change, told by numbers
+
+# A small decoder with all that families may have, and the last two logits of its `probe` as
+# transformers computes them.
+SMALL = Qwen2Config(
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    head_dim=4,
+    qk_norm=True,
+    tie_word_embeddings=False,
+    rope_scaling=dict(zip(LLAMA3, (8.0, 1.0, 4.0, 16), strict=True)),
+)
+REFERENCE = [-0.592686, -0.341608]
+
+
+@torch.no_grad()
+def probe(decoder, config, weights) -> list[float]:
+    """Return the logits of token 0 after each of 16 tokens, in fp32.
+
+    decoder  class of the model that has these weights, tensors by name
+    """
+    with torch.device("meta"):
+        model = decoder(config)
+    model.load_state_dict({name: p.float() for name, p in weights.items()}, assign=True)
+    idx = torch.arange(16, device=model.head.device) % config.vocab_size
+    return model(idx[None])[0, :, 0].tolist()
+
+
+def check_decoder():
+    """Raise `UserError` unless `Qwen2` computes a small decoder as transformers does."""
+    with torch.device("meta"):
+        tensors = Qwen2(SMALL).state_dict()
+    weights = {name: torch.arange(p.numel()).sin().view(p.shape) for name, p in tensors.items()}
+    check_near(
+        probe(Qwen2, SMALL, weights)[-2:],
+        REFERENCE,
+        "model.py: an edit changes teachers too; edit StudentAttention, StudentMLP, StudentLayer "
+        "or StudentDecoder instead",
+    )
+
+
+def check_near(logits: list[float], expected: list[float], message, tolerance=1e-4):
+    """Raise `UserError` if the norm of the error exceeds `tolerance` times that of `expected`."""
+    z, z_expected = torch.tensor([logits, expected])
+    error = (z - z_expected).norm() / z_expected.norm()
+    if error > tolerance:
+        raise UserError(f"{message} (its logits differ by {error:.1%})")
 
 
 def flops_per_token(shape, seq_len, trained: bool) -> float:
@@ -497,7 +599,7 @@ def load_config(name) -> Qwen2Config:
         raise UserError(f"{path}: {reason}; this decoder does not support it")
     kind = values["model_type"]
     rope = values["rope_parameters"]
-    fields = {field.name: values.get(field.name) for field in dataclasses.fields(Qwen2Config)}
+    fields = {key: values[key] for key in FIELDS if key in values}
     fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] == "llama3":
         fields["rope_scaling"] = {key: rope[key] for key in ("rope_type", *LLAMA3)}
@@ -517,7 +619,8 @@ def read_shape(path) -> tuple[dict, str | None]:
     """Return the values of a config.json, and which of them this decoder does not compute, or None.
 
     Values that the file leaves out, sizes aside, are transformers' defaults. A key that is neither
-    in READ nor in INERT must be without effect on transformers' config object.
+    in READ nor in INERT, nor a field of `Qwen2Config` alone, must be without effect on
+    transformers' config object.
     """
     with reading(path, "correct config.json"):
         hf = json.loads(path.read_bytes())
@@ -530,13 +633,14 @@ def read_shape(path) -> tuple[dict, str | None]:
     n_layers = hf["num_hidden_layers"]
     if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
         raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
-    values = {key: value for key, value in hf.items() if key not in INERT}
+    own = {key: hf[key] for key in FIELDS - READ - {"qk_norm"} if key in hf}
+    values = {key: value for key, value in hf.items() if key not in INERT | own.keys()}
     has_saved_keys = values.keys() == SAVED and None not in values.values()
     # a mistral without the key has a sliding window of 4,096
     if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
         # transformers' class takes seconds to import for a `llama`, and would change nothing
         rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
-        return values | {"rope_parameters": rope}, None
+        return values | {"rope_parameters": rope} | own, None
     from transformers import AutoConfig
 
     known = {key: value for key, value in values.items() if key in READ}
@@ -554,4 +658,4 @@ def read_shape(path) -> tuple[dict, str | None]:
     known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}
     if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
         return complete, f"rope scaling {rope}, expected none or Llama 3's"
-    return complete, None
+    return complete | own, None

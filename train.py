@@ -32,8 +32,10 @@ from lib import parallel
 from lib.device import pick_device, repair_compile_cache
 from lib.errors import UserError
 from lib.files import locked
+from lib.head import weight_of
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
+from lib.vocab import IGNORE
 from run import ending, preflight
 from run.checkpoints import (
     check_methods,
@@ -93,24 +95,26 @@ def timed(batches: Iterable, run) -> Iterator:
 # students
 
 
-def make_student(name, cfg, tokenizer=None) -> Student:
+def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
-    For a loss term of your own you can add trainable modules to `extras`. Other optimizers, and
-    parameter groups with an lr of their own, are welcome: `update` multiplies each group's initial
-    lr by the schedule.
+    Other optimizers, and parameter groups with an lr of their own, are welcome: `update` multiplies
+    each group's initial lr by the schedule.
+
+    d_t  width of the teacher's hidden states, if there is a teacher
     """
-    method = make_method(name, cfg)
     dtype = compute_dtype(cfg)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
-    torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add below
-    extras = nn.ModuleDict()  # add the modules of your own loss term here; "state" is taken
+    torch.manual_seed(cfg.seed)  # for the initial weights of the method's modules
+    method = make_method(name, cfg)
+    extras = nn.ModuleDict()
+    if isinstance(method.fn, nn.Module):
+        extras["objective"] = method.fn
+    if method.term:
+        extras["term"] = method.term(weight_of(model.head).shape[1], d_t)
     if cfg.compile:
         model.compile_layers()
-    extras["state"] = nn.Module()  # what an objective carries from one update to the next
-    for key, value in method.state.items():
-        extras["state"].register_buffer(key, value.clone())
     if cfg.shard > 1:
         if list(extras.parameters()):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
@@ -136,7 +140,6 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         method=method,
-        state=dict(extras["state"].named_buffers()),
         tokenizer=tokenizer,
         dtype=dtype,
     )
@@ -151,7 +154,7 @@ def initial_model(cfg):
     if cfg.student_weights is None:
         model = draw_model(shape, cfg.seed)
     else:
-        model = load_model(cfg.student_weights)
+        model = load_model(cfg.student_weights, as_student=True)
         model.cut(shape.vocab_size)  # it may have padding beyond the vocabulary
     if model.config != shape:
         name = cfg.student_weights
@@ -188,7 +191,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
-        for s, (loss, sums) in zip(students, results, strict=True):
+        for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
+            if s.method.term:
+                loss = loss + term_of(s, h, h_t, y, cfg.group)
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
             # them, as the loss is a mean, and continues backward from h_s through the layers.
             (loss / n_micro).backward()
@@ -275,6 +280,8 @@ def learning_rate(step, cfg) -> float:
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
               of the schedule
     constant  stays at `lr`
+
+    Your own goes here, and in no other place.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -283,9 +290,11 @@ def learning_rate(step, cfg) -> float:
     if cfg.lr_schedule == "wsd":
         left = cfg.schedule_steps - step - 1
         height = min(left / (cfg.decay_share * cfg.schedule_steps), 1.0)
-    else:
+    elif cfg.lr_schedule == "cosine":
         part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
         height = 0.5 * (1 + math.cos(math.pi * part))
+    else:
+        raise UserError(f"lr_schedule={cfg.lr_schedule}: expected cosine, wsd or constant")
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * height
 
 
@@ -302,12 +311,20 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     return norm
 
 
+def term_of(s, h_s, h_t, y, group: int) -> Tensor:
+    """Return the mean of a student's own term over the forward batches of a micro-batch."""
+    batches = zip(h_s.split(group), h_t.split(group), y.split(group), strict=True)
+    term = torch.stack([s.extras["term"](*batch) for batch in batches]).mean()
+    s.sums["term"] += term.detach().double() * (y != IGNORE).sum()  # the log has means over labels
+    return term
+
+
 def advance_state(s, next_state, n_valid: int):
-    """Replace the state of an objective by the mean of what its forward batches returned.
+    """Replace the state of an objective by the mean of what its forward batches left.
 
     The mean is over the labels of the update, on all processes.
 
-    next_state  what they returned, each times its number of labels, added up
+    next_state  what they left, each times its number of labels, added up
     """
     # not `torch.tensor`, a copy that waits for the device
     n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)
@@ -368,8 +385,8 @@ def train_students(cfg) -> int:
     val = preflight.open_data(cfg, "val")
     tokenizer = preflight.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, preflight.run_facts(cfg, rows))
+    rate = learning_rate(cfg.max_steps - 1, cfg)  # refuses an unknown schedule
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
-        rate = learning_rate(cfg.max_steps - 1, cfg)
         say(
             f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "
             f"{cfg.min_lr:.1e} set schedule_steps too"
@@ -378,7 +395,8 @@ def train_students(cfg) -> int:
         say("compiling the models: the first update may take minutes")
         repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)
-    students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
+    d_t = weight_of(teacher.head).shape[1] if teacher else None
+    students = [make_student(name, cfg, tokenizer, d_t) for name in cfg.methods]
     loop(run, rows, val, teacher, students)
     for s in students:
         if not s.stopped and not run.stop:

@@ -7,7 +7,8 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions at a time.
 """
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ from lib.vocab import IGNORE
 
 
 @dataclass(frozen=True)
-class CappedHead:
-    """A head whose logits are cap * tanh(z / cap), as in Gemma 2; z is hidden states times weight.
+class OutputHead:
+    """A head whose logits are more than hidden states [N, D] times its weight.
 
     It has what a run needs of a bare weight [V, D]: device, dtype, len, rows, and `to`.
     """
 
-    weight: Tensor  # [V, D]
-    cap: float
+    weight: Tensor  # [V, D]; of several models side by side
+    widths: tuple[int, ...]  # of the models, sum D; logits are ln of their mean probabilities
+    caps: tuple[float, ...]  # a model's logits z become cap * tanh(z / cap), as in Gemma 2; 0: none
 
     @property
     def device(self) -> torch.device:
@@ -36,15 +38,37 @@ class CappedHead:
     def __len__(self) -> int:
         return len(self.weight)
 
-    def __getitem__(self, rows) -> "CappedHead":
-        return CappedHead(self.weight[rows], self.cap)
+    def __getitem__(self, rows) -> "OutputHead":
+        return replace(self, weight=self.weight[rows])
 
-    def to(self, *args) -> "CappedHead":
-        return CappedHead(self.weight.to(*args), self.cap)
+    def to(self, *args) -> "OutputHead":
+        return replace(self, weight=self.weight.to(*args))
+
+    def logits(self, h, w) -> Tensor:
+        """Return the logits [N, V] of h [N, D]; w is the weight, cast for `mm`."""
+        of_models = []
+        parts = zip(h.split(self.widths, 1), w.split(self.widths, 1), self.caps, strict=True)
+        for h_part, w_part, cap in parts:
+            z = mm(h_part, w_part.t())
+            of_models.append(soft_cap(z, cap) if cap else z)
+        if len(of_models) == 1:
+            return of_models[0]
+        logp = [z.log_softmax(-1) for z in of_models]
+        return functools.reduce(torch.logaddexp, logp) - math.log(len(logp))
+
+    def before_cap(self, dz, z) -> Tensor:
+        """Return the gradient before the cap, of dz [N, V] after it; z are one model's logits."""
+        (cap,) = self.caps
+        return dz * (1 - (z / cap).square()).to(dz.dtype)
 
 
-def weight_of(head: Tensor | CappedHead) -> Tensor:
+def weight_of(head: Tensor | OutputHead) -> Tensor:
     return getattr(head, "weight", head)
+
+
+def logits(h, w, head: Tensor | OutputHead) -> Tensor:
+    """Return the logits [N, V] of h [N, D] and a head, whose weight is w, cast for `mm`."""
+    return mm(h, w.t()) if isinstance(head, Tensor) else head.logits(h, w)
 
 
 def soft_cap(z: Tensor, cap: float) -> Tensor:
@@ -59,38 +83,33 @@ class Head:
     inputs  hidden states and weight as given, with their graph
     """
 
-    def __init__(self, h, w, y):
-        """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B * T]."""
-        self.cap = None
-        if isinstance(w, CappedHead):
-            self.cap = w.cap
-            w = w.weight
-        self.inputs = (h, w)
+    def __init__(self, h, head, y):
+        """Take hidden states [B, T, D], weight [V, D] or `OutputHead`, and labels [B * T]."""
+        self.head = head
+        self.inputs = (h, weight_of(head))
         h = h.flatten(0, 1).masked_fill((y == IGNORE)[:, None], 0.0)
         self.h = operand(h, h.dtype)
-        self.w = operand(w, h.dtype)
+        self.w = operand(weight_of(head), h.dtype)
 
     def logits(self, here) -> Tensor:
         """Return the logits [N, V] of the positions `here`, a slice of B * T."""
-        z = mm(self.h[here], self.w.t())
-        return soft_cap(z, self.cap) if self.cap else z
+        return logits(self.h[here], self.w, self.head)
 
 
 class AttachGradients(torch.autograd.Function):
-    """Return the loss []. Its backward gives h [B, T, D] and w [V, D] the gradients dh and dw.
+    """Return the loss []. Its backward gives each input, such as h [B, T, D], its gradient.
 
     They are scaled in place by the incoming gradient, so backward may run once.
     """
 
     @staticmethod
-    def forward(ctx, h, w, loss, dh, dw):
-        ctx.save_for_backward(dh.view_as(h), dw)
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*(d.view_as(x) for d, x in zip(gradients, inputs, strict=True)))
         return loss.clone()
 
     @staticmethod
     def backward(ctx, g):
-        dh, dw = ctx.saved_tensors
-        return dh.mul_(g), dw.mul_(g), None, None, None
+        return None, None, *(gradient.mul_(g) for gradient in ctx.saved_tensors)
 
 
 def operand(x: Tensor, dtype) -> Tensor:

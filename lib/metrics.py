@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lib import vocab
-from lib.head import CappedHead, mm, operand, soft_cap, weight_of
+from lib.head import OutputHead, logits, operand, weight_of
 from lib.vocab import IGNORE
 
 BINS = 15  # of the calibration error
@@ -30,7 +30,7 @@ REFERENCES = {
 MEANS = ("ce", "kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # all but ce need a teacher
 
 # (function: inputs [B, T] -> last hidden states [B, T, D], head [V, D])
-Model = tuple[Callable[[Tensor], Tensor], Tensor | CappedHead]
+Model = tuple[Callable[[Tensor], Tensor], Tensor | OutputHead]
 
 
 def figures(sums):
@@ -62,7 +62,7 @@ def reference_text(facts: Mapping) -> str:
 @torch.no_grad()
 def sums_by_part(
     students: list[Model],
-    head_t: Tensor | CappedHead | None,
+    head_t: Tensor | OutputHead | None,
     batches,
     n_parts: int,
     n_bytes: Tensor | None = None,
@@ -104,11 +104,9 @@ def sums_by_part(
     return sums
 
 
-def logits_of(h: Tensor, head: Tensor | CappedHead, cast: Callable = operand) -> Tensor:
+def logits_of(h: Tensor, head: Tensor | OutputHead, cast: Callable = operand) -> Tensor:
     """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
-    w = cast(weight_of(head), h.dtype)
-    z = mm(operand(h, h.dtype), w.t())
-    return soft_cap(z, head.cap) if hasattr(head, "cap") else z
+    return logits(operand(h, h.dtype), cast(weight_of(head), h.dtype), head)
 
 
 def _predict(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

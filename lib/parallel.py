@@ -100,10 +100,10 @@ def check_agreement(**facts):
     first, *others = all_gather(facts)
     for process, other in enumerate(others, 1):
         for key, value in first.items():
-            if other[key] != value:
+            if other.get(key) != value:
                 raise UserError(
-                    f"{key}: {value} on process 0, {other[key]} on process {process}; expected the "
-                    "same"
+                    f"{key}: {value} on process 0, {other.get(key)} on process {process}; "
+                    "expected the same"
                 )
 
 

@@ -67,7 +67,7 @@ def read_manifest(data_dir: str | Path, name) -> dict:
     hashes = [manifest["sha256"] for manifest in manifests]
     if len({*hashes}) < len(hashes):
         raise UserError(f"{data_dir}: two folders hold the same rows; name each once")
-    joint = {"sha256": ",".join(hashes)}
+    joint = {"sha256": ",".join(hashes), "rows": sum(x["rows"] for x in manifests)}
     for key in SHARED:
         values = [manifest.get(key) for manifest in manifests]
         if len({*values}) > 1:
@@ -182,7 +182,8 @@ def row_order(step, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> n
     """Return the indices of the rows of update `step`, a pure function of the step.
 
     Rows come in stored order; with a seed, each pass shuffles them anew. A batch may contain the
-    last rows of a pass and the first ones of the next.
+    last rows of a pass and the first ones of the next. An order of your own goes here: training,
+    the teacher's cache and a student's record all call this function.
     """
     places = step * batch_rows + np.arange(batch_rows)
     nth_pass, place = np.divmod(places, n_rows)

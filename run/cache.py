@@ -37,7 +37,7 @@ from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
 from lib.files import atomic_write, writing
-from lib.head import CappedHead, weight_of
+from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
 from run.log import say
@@ -84,7 +84,7 @@ class States:
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache, and computes nothing."""
 
-    head: Tensor | CappedHead
+    head: Tensor | OutputHead
     states: dict[Rows, States]
     is_stored = True
 
@@ -93,6 +93,11 @@ class CachedTeacher:
         states = self.states[rows]
         values = states.values[index]
         bad = index[states.checksums(index, values) != states.sums[index]]
+        if len(bad) and not states.sums[bad[0]]:
+            raise UserError(
+                f"{states.file}: row {bad[0]} was not stored; an order of rows of your own belongs "
+                "into row_order of lib/rows.py"
+            )
         if len(bad):
             raise UserError(
                 f"{states.file}: row {bad[0]} is damaged; delete the file, and the same command "
@@ -175,12 +180,13 @@ def fill(teacher: Teacher, states, missing: RowIndices, size: int):
     parallel.all_gather(None)  # every row is there
 
 
-def write_head(file, head: Tensor | CappedHead):
+def write_head(file, head: Tensor | OutputHead):
     weight = weight_of(head).contiguous()
     saved = {
         "head": weight,
         "checksum": torch.tensor(checksum_of(weight)),
-        "cap": torch.tensor(getattr(head, "cap", 0.0)),
+        "widths": torch.tensor(getattr(head, "widths", ())),
+        "caps": torch.tensor(getattr(head, "caps", ())),
     }
     try:
         atomic_write(file, safetensors.torch.save(saved))
@@ -189,13 +195,13 @@ def write_head(file, head: Tensor | CappedHead):
             raise
 
 
-def read_head(file) -> Tensor | CappedHead | None:
+def read_head(file) -> Tensor | OutputHead | None:
     """Return the stored head, or None if there is none or it is damaged."""
     with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
         if checksum_of(saved["head"]) == saved["checksum"]:
-            cap = float(saved["cap"])
-            return CappedHead(saved["head"], cap) if cap else saved["head"]
+            parts = (tuple(saved[key].tolist()) for key in ("widths", "caps"))
+            return OutputHead(saved["head"], *parts) if len(saved["caps"]) else saved["head"]
     return None
 
 

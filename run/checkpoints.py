@@ -3,14 +3,15 @@
 OUT/run.json             config, command, hashes of data and teacher, versions, machine
 OUT/starts.jsonl         the same for each start, with its step, time and host
 OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
-OUT/code.diff            the uncommitted edits of the newest start that had any
+OUT/code_HASH.zip        all code of the project that a start has loaded; run.json has its hashes
 OUT/teacher.jsonl        an entry every histogram_every_steps
 OUT/METHOD/log.jsonl     an entry every log_every_steps, and one for each validation
 OUT/METHOD/histograms.jsonl
                          an entry every histogram_every_steps, of ALRA's local budgets
 OUT/METHOD/checkpoints/step_00001000/
-                         model/ as below, state.json, and training.pt: the state dicts of `extras`
-                         and of the optimizers, which torch.load reads
+                         model/ as below, state.json, and training.pt, which torch.load reads: the
+                         state dicts of `extras` and of the optimizers, and of the trained weights
+                         if model/ has others, such as averages
 OUT/METHOD/model/, run.json
                          at the end: the model for transformers, and its provenance
 OUT/METHOD/stopped.json  instead, if the student stopped: at which step, and why
@@ -35,14 +36,15 @@ from torch.utils._pytree import tree_map_only
 
 import configure
 from lib import files, parallel
-from lib.device import gib, uncommitted_edits
+from lib.device import gib
 from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import all_finite, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
+from lib.source import edited, hashes, loaded_sources, write_snapshot
 from model import Qwen2
 from run.ending import write_exit
-from run.identity import EDITS, RUN_FILE, file_hash, record_changes
+from run.identity import RUN_FILE, file_hash, record_changes, student_changes
 from run.log import say
 from run.students import Student, student_facts
 from run.teacher import load_model
@@ -125,6 +127,8 @@ def read_folder(students, run):
             )
         elif cfg.resume_from:
             sources[s.name] = begin_branch(s.name, run)
+    if sources:
+        say_edits(*next(iter(sources.values())), run)
     return stops, sources, is_new
 
 
@@ -173,27 +177,26 @@ def newest_intact(live) -> dict[str, tuple]:
 
 
 def check_same_run(name, checkpoint, state, run):
-    """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
+    """Raise `UserError` if a checkpoint belongs to another student than `name` of this run."""
+    changes = student_changes(state["made_by"], run.facts["made_by"][name])
+    if changes:
+        phrases = "; ".join(list(changes.values())[:3])
+        raise UserError(
+            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
+            "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
+            "its weights"
+        )
 
-    With `accept_edits`, edited code counts as equal; run.json records it.
-    """
-    changes = record_changes(state["made_by"], run.facts["made_by"][name])
-    if not changes:
+
+def say_edits(checkpoint, state, run):
+    """Print which code was edited since a checkpoint, and which packages have other versions."""
+    if "code" not in state:
+        say(f"{checkpoint}: of an older version, so edits of the code since are not known")
         return
-    phrases = "; ".join(list(changes.values())[:3])
-    only_edits = changes.keys() <= {*EDITS}
-    if run.cfg.accept_edits and only_edits:
-        run.facts.setdefault("accepted_edits", {})[name] = phrases
-        say(f"{name}: accepted edits; {phrases}")
-        return
-    message = (
-        f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
-        "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
-        "its weights"
-    )
-    if only_edits:
-        message += "; --accept_edits=True takes the code as equal"
-    raise UserError(message)
+    changes = edited([state["code"], run.facts["code"]])
+    changes += record_changes(state["versions"], run.facts["versions"]).values()
+    if changes:
+        say(f"edited since step {state['step']:,}: {', '.join(changes)}")
 
 
 def branch_point(name):
@@ -213,7 +216,7 @@ def begin_branch(name, run):
     Raises `UserError` unless the student has its shape, tokenizer and rows per update.
     """
     checkpoint, state = branch_point(run.cfg.resume_from)
-    changes = record_changes(state["made_by"], run.facts["made_by"][name])
+    changes = student_changes(state["made_by"], run.facts["made_by"][name])
     for key in ("shape", "tokenizer_sha256", "batch_rows"):
         if key in changes:
             raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
@@ -237,10 +240,10 @@ def begin_logs(live, run):
 
 
 def record_start(out, run):
-    """Write run.json, add this start to starts.jsonl, and write code.diff if code was edited."""
-    edits = uncommitted_edits()
-    if edits:
-        files.atomic_write(out / "code.diff", edits)
+    """Write run.json and the code that is loaded, and add this start to starts.jsonl."""
+    sources = loaded_sources()
+    run.facts["code"] = hashes(sources)
+    write_snapshot(out, sources)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
@@ -281,7 +284,7 @@ def say_summary(students, run):
 
 def save_model(s, run):
     """Write the model for transformers, and then its provenance beside it."""
-    weights = parallel.whole_on_cpu(s.model.state_dict())
+    weights = parallel.whole_on_cpu(s.scored.state_dict())
     parallel.on_first(write_model, s, weights, run)
     say(f"{s.name}: {s.folder / 'model'}")
 
@@ -290,15 +293,15 @@ def write_model(s, weights, run):
     folder = s.folder / "model"
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
-    s.model.save_pretrained(folder, s.tokenizer, saved)
+    s.scored.save_pretrained(folder, s.tokenizer, saved)
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
     problem = differs_in_transformers(folder)
     if problem:
         facts["differs_in_transformers"] = problem
         say(
-            f"{folder}: transformers computes another model from it: {problem}; "
-            "save_folder in lib/hf.py must write what was edited in model.py"
+            f"{folder}: transformers computes another model from it: {problem}; eval.py and tools "
+            "load it by model.py"
         )
     files.write_json(s.folder / "run.json", facts)
 
@@ -332,10 +335,12 @@ def save_checkpoints(live, run):
     copies = []
     for s in live:
         tensors = {  # all that training has changed
-            "model": s.model.state_dict(),
+            "model": s.scored.state_dict(),
             "extras": s.extras.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in s.optimizers],
         }
+        if s.scored is not s.model:
+            tensors["trained"] = s.model.state_dict()
         state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
         copies.append((s, parallel.whole_on_cpu(tensors), state))
     if parallel.rank() == 0:
@@ -368,7 +373,7 @@ def write_checkpoints(copies, step, cfg):
     """Write a checkpoint of every student, and then delete all but `keep_checkpoints` of them."""
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
-            s.model.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
+            s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
             torch.save(tensors, new / TRAINING)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
@@ -400,8 +405,9 @@ def load_checkpoint(path, state, s, run):
             weights = safetensors.torch.load_file(path / MODEL)
         else:  # transformers writes some weights under other names
             weights = load_model(f"{path}/model").state_dict()
-        for key, p in s.model.state_dict().items():
-            p.copy_(parallel.distribute_like(weights[key], p))
+        for model, values in ((s.scored, weights), (s.model, saved.get("trained", weights))):
+            for key, p in model.state_dict().items():
+                p.copy_(parallel.distribute_like(values[key], p))
         s.extras.load_state_dict(saved["extras"])
         for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, values)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lib import parallel
 from lib.errors import UserError
 from lib.files import atomic_folder, reading
-from lib.head import CappedHead, soft_cap
+from lib.head import OutputHead, soft_cap
 from lib.hf import all_finite, check_weights, find_folder, save_tokenizer, special_ids
 from lib.torch_setup import mend_compiler
 from model import config_file
@@ -133,7 +133,7 @@ class Foreign(nn.Module):
     """A decoder of transformers with the interface of `model.Qwen2`.
 
     Hidden states times head are its logits: a scale of the logits is in the hidden states, and a
-    bias of the head is a column of it, where hidden states have a 1. A cap needs a `CappedHead`.
+    bias of the head is a column of it, where hidden states have a 1. A cap needs an `OutputHead`.
     """
 
     def __init__(self, name, lm):
@@ -158,14 +158,14 @@ class Foreign(nn.Module):
         return h
 
     @property
-    def head(self) -> Tensor | CappedHead:
+    def head(self) -> Tensor | OutputHead:
         """The weight of the head, [V, D], or [V, D + PAD] with a bias."""
         head = self.lm.get_output_embeddings()
         weight = head.weight
         if head.bias is not None:
             weight = torch.cat((weight, head.bias[:, None]), 1)
             weight = F.pad(weight, (0, PAD - 1))
-        return CappedHead(weight, self.cap) if self.cap else weight
+        return OutputHead(weight, (weight.shape[1],), (self.cap,)) if self.cap else weight
 
     @property
     def config(self) -> ForeignConfig:

@@ -38,7 +38,7 @@ def log_histograms(live, teacher, batches: Iterable, run):
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
     sums = Counter()
     counts = Counter()
-    with parallel.gathered_roots(s.model for s in live):
+    with parallel.gathered_roots(s.scored for s in live):
         students = []
         for s in live:
             result_type = inspect.signature(s.method.fn).return_annotation

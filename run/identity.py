@@ -2,87 +2,46 @@
 
 train.py compares records before it resumes a run, study/compare.py finds finished students by them,
 and tables check that their rows can be compared. The record is `made_by` in run.json, in
-checkpoints and in results. It holds the config keys that affect the weights, and hashes of the
-content of teacher, rows and given first weights, and of the code that a step passes through. Paths,
-speed and logging are not in it.
+checkpoints and in results. It holds every config key but those of FREE, the content of teacher,
+rows and given first weights, and the source of the objective. Other code is not in it: edits of
+that are shown where a run resumes, and under tables (lib/source.py).
 """
 
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import math
-from importlib.metadata import version
+import os
+import typing
 from pathlib import Path
 
 import numpy as np
 
-from lib.code import (
-    ROOT,
-    code_reached,
-    definitions_reached,
-    files_reached,
-    names_in,
-    read_tree,
-)
+from configure import KINDS, Config
 from lib.errors import UserError
 from lib.files import text_hash
-from lib.hf import find_folder, tensors_hash, weight_files
-from lib.rows import read_manifest
-from losses import default_settings, resolve
+from lib.hf import find_folder, weight_files
+from lib.rows import read_manifest, row_order
+from lib.source import reached
+from losses import cross_entropy, default_settings, position_weight, resolve
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
-# Config keys that a student's record has as they are. Instead of others it has the content of what
-# they name or make: rows, models, a method. `max_steps` is not here, as a run may be continued; a
-# checkpoint has its step. What is left changes rounding at most.
-WEIGHTS = (
-    "seed",
-    "seq_len",
-    "shuffle",
-    "mask_after_eos",
-    "schedule_steps",
-    "batch_rows",
-    "group",
-    "lr",
-    "min_lr",
-    "warmup_steps",
-    "beta1",
-    "beta2",
-    "adam_eps",
-    "weight_decay",
-    "decay_1d",
-    "clip",
-    "lr_schedule",
-    "decay_share",
-    "dtype",
-)
+# Config keys that do not identify a student as they are. Any other key does, also one of your own.
+# The record has the content or the parts of the first ones, and hashes of the rows that prepare.py
+# makes by the next. The others change rounding at most, say how far a run goes, or what it writes.
+FREE = """
+    methods hyper student student_weights teacher tokenizer resume_from data_dir
+    source mixture_end source_config source_split source_text n_documents train_rows val_rows
+    val_share max_bad_records bos repeat_rows
+    micro_batch device teacher_device teacher_cache recompute chunk_positions compile shard
+    timeout_minutes max_steps max_skipped_updates
+    out_dir log_every_steps histogram_every_steps tensorboard wandb_project val_every_steps
+    val_max_rows checkpoint_every_minutes checkpoint_every_steps keep_checkpoints keep_every_steps
+    save_dtype
+"""
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
-EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# The functions of train.py that every training step passes through.
-STEP = ("make_student", "micro_batches", "update")
-STEP_MODULES = ("train", "run.teacher", "lib.vocab")  # the last two through modules below
-# Modules that change no number of a step, or that the record identifies otherwise.
-NOT_FOLLOWED = (
-    "configure",
-    "losses",
-    "lib.code",
-    "lib.device",
-    "lib.errors",
-    "lib.files",
-    "lib.hf",
-    "lib.settings",
-    "run.cache",
-    "run.checkpoints",
-    "run.ending",
-    "run.histograms",
-    "run.identity",
-    "run.log",
-    "run.preflight",
-    "run.students",
-    "run.validate",
-)
 
 
 def made_by(cfg, name) -> dict:
@@ -90,34 +49,63 @@ def made_by(cfg, name) -> dict:
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg.data_dir, "train")
     val = read_manifest(cfg.data_dir, "val")
-    shape = student_shape(cfg)
-    code = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
-    teachers = [cfg.teacher] if method.has_teacher else []
-    if not all(isinstance(x, Qwen2Config) for x in (shape, *map(load_shape, teachers))):
-        code["transformers"] = version("transformers")  # which computes one of them
     # of the settings given to a student, `lr` alone is not among the method's
-    hyper = default_settings(method.fn) | cfg.settings_of(name) | method.hyper
+    hyper = default_settings(method) | cfg.settings_of(name) | method.hyper
     moving = {}  # hashes of the values over the whole schedule
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
         moving[key] = hashlib.sha256(np.array(values).tobytes()).hexdigest()
     record = {
         "methods": name.partition("@")[0],
-        **{key: getattr(cfg, key) for key in WEIGHTS},
+        **settings_of_run(cfg),
         "hyper": hyper | {"w_kd": method.w_kd, "w_ce": method.w_ce},
         "moving": moving,
-        "state": tensors_hash(method.state) if method.state else None,
-        "objective": objective_code(name),
-        "code": code,
-        "shape": dataclasses.asdict(shape),
+        "source": objective_source(name),
+        "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
         "data_sha256": train["sha256"],
+        "order_sha256": order_hash(cfg, train["rows"]),
         "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
     return as_in_file(record)
+
+
+def settings_of_run(cfg) -> dict:
+    """Return the config keys that identify a student. A file or folder counts by its content."""
+    settings = {key: value for key, value in vars(cfg).items() if key not in FREE.split()}
+    for key, value in settings.items():
+        if str in (KINDS[key], *typing.get_args(KINDS[key])) and os.path.exists(value or ""):
+            settings[key] = path_hash(Path(value))
+    return settings
+
+
+def path_hash(path) -> str:
+    """Return a hash of a file, or of the names and content of all files in a folder."""
+    if path.is_file():
+        return file_hash(path)
+    files = sorted(filter(Path.is_file, path.rglob("*")))
+    return record_hash([[f"{file.relative_to(path)}", file_hash(file)] for file in files])
+
+
+@functools.cache
+def order_hash(cfg, n_rows: int) -> str:
+    """Return a hash of the order in which a run visits the training rows, up to a million."""
+    seed = cfg.seed if cfg.shuffle else None
+    n = min(cfg.schedule_steps * cfg.batch_rows, 1 << 20)
+    return hashlib.sha256(row_order(0, n, n_rows, seed).tobytes()).hexdigest()
+
+
+def objective_source(name) -> dict[str, str]:
+    """Return the hashes of all own code that a method's loss reaches, by name."""
+    method = resolve(name)
+    fn = getattr(method.fn, "func", method.fn)  # of a `partial`, whose arguments are settings
+    source = reached(fn, method.term, cross_entropy, position_weight)
+    if f"{fn.__module__}.{fn.__qualname__}" not in source:
+        raise UserError(f"{name}: its objective is in no file; define it in losses.py")
+    return source
 
 
 def as_in_file(record: dict) -> dict:
@@ -144,9 +132,22 @@ def record_changes(earlier: dict, current: dict, prefix="") -> dict[str, str]:
         if isinstance(old, dict) and isinstance(new, dict):
             inside = record_changes(old, new, f"{prefix}{key}.")
             changes[key] = ", ".join(inside.values())
-            if key.partition(" ")[0] in EDITS:  # "objective of METHOD" in tables
+            if key.partition(" ")[0] == "source":  # "source of METHOD" in tables
                 changes[key] = f"edited since: {', '.join(inside)}"
     return changes
+
+
+def student_changes(earlier: dict, current: dict) -> dict[str, str]:
+    """Return `record_changes` from the record of an earlier start, or of an older version.
+
+    A config key, and a field of the shape, that is newer than the record had its default. Other
+    keys that the record lacks are not compared.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(Qwen2Config)}
+    shape = {key: value for key, value in fields.items() if key in current["shape"]}
+    known = as_in_file(settings_of_run(Config())) | earlier | {"shape": shape | earlier["shape"]}
+    common = known.keys() & current.keys()
+    return record_changes(*({key: x[key] for key in common} for x in (known, current)))
 
 
 def student_shape(cfg):
@@ -160,13 +161,13 @@ def student_shape(cfg):
 def content_hash(name: str | None) -> str | None:
     """Return the sha256 of config.json and weights; None without a name.
 
-    name  a model's folder, a hub id, or a checkpoint
+    name  a model's folder, a hub id, or a checkpoint; or several teachers, "a,b"
     """
     if name is None:
         return None
-    folder = find_folder(name)
-    hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
-    return text_hash(" ".join(hashes))
+    folders = map(find_folder, f"{name}".split(","))
+    files = [file for x in folders for file in (x / "config.json", *weight_files(x))]
+    return text_hash(" ".join(map(file_hash, files)))
 
 
 def file_hash(file) -> str:
@@ -179,28 +180,3 @@ def file_hash(file) -> str:
 def _file_hash(file, facts) -> str:
     with file.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def objective_code(name) -> dict[str, str]:
-    """Return the hashes of the definitions in losses.py that a method passes through.
-
-    An objective in another file counts with all that this file and the files that it imports have.
-    Variables of closures and defaults count by value, as in METHODS[f"x{k}"] = Method(make(k)).
-    """
-    fn = resolve(name).fn
-    fn = getattr(fn, "func", fn)  # of a `partial`, whose arguments are settings
-    used = {"mean_loss"}
-    values = []
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    for value in (fn, *cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-        path = getattr(value, "__qualname__", "")  # of a function
-        values.append(path or repr(value))
-        used |= {*path.replace("<lambda>", "METHODS").split(".")}  # a lambda stands in that table
-    hashes = {"values": record_hash(values)[:8]}
-    file = Path(inspect.getsourcefile(fn) or "").resolve()
-    if not file.is_file():
-        raise UserError(f"{name}: its objective is in no file; define it in losses.py")
-    if file != ROOT / "losses.py":
-        hashes |= files_reached((file.stem,), NOT_FOLLOWED, file.parent)
-        used |= names_in(read_tree(file))
-    return hashes | definitions_reached(used, ROOT / "losses.py")

@@ -12,9 +12,9 @@ from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
 from run.methods import scheduled_settings
 from run.students import n_validated
-from run.teacher import model_flops
+from run.teacher import model_flops, teacher_flops
 
-# What an entry of log.jsonl has besides an objective's terms, moving settings and state, and the
+# What an entry of log.jsonl has besides an objective's terms, moving settings and modules, and the
 # figures of validations.
 LOGGED = (
     "step",
@@ -55,7 +55,7 @@ def say_values(label: str, values):
 def log_terms(live, teacher, rate: float, run):
     """Write an entry for each student, with means over all tokens since the last entry.
 
-    Gradient norm, moving settings and the state of an objective are those of the last update.
+    Gradient norm, moving settings and what a method's modules hold are those of the last update.
 
     rate  the schedule's learning rate in the last update
     """
@@ -69,7 +69,7 @@ def log_terms(live, teacher, rate: float, run):
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
     if teacher and not teacher.is_stored and teacher.device == device:
-        flops += model_flops(teacher.model.config, cfg.seq_len, trained=False)
+        flops += teacher_flops(cfg.teacher, cfg.seq_len)
     utilisation = mfu(tok_per_sec * flops, device, parallel.world())
     machine = {
         "tok_per_sec": tok_per_sec,
@@ -83,15 +83,15 @@ def log_terms(live, teacher, rate: float, run):
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
-        # of an objective's state, what is one number
-        state = {f"state.{key}": x.item() for key, x in s.state.items() if x.numel() == 1}
+        # what is one number of a method's modules, such as a temperature that it learns
+        extras = {key: x.item() for key, x in s.extras.state_dict().items() if x.numel() == 1}
         values = {
             "step": run.step,
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": run.valid_tokens,
             **means[s.name],
             **scheduled_settings(s.method, run.step - 1, cfg.schedule_steps),
-            **state,
+            **extras,
             "lr": rate * (cfg.lr_of(s.name) / cfg.lr),
             "gnorm": s.gnorm,
         }

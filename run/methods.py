@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib import parallel
 from lib.errors import UserError
-from lib.head import AttachGradients, Head, add_mm, mm
+from lib.head import AttachGradients, Head, OutputHead, add_mm, mm
 from lib.torch_setup import mend_compiler
 from lib.vocab import IGNORE, Batch
 from losses import (
     METHODS,
     Method,
+    built,
     default_settings,
     mean_loss,
     resolve,
@@ -47,11 +48,12 @@ def scheduled_settings(method, step, n_steps: int) -> dict[str, float]:
 def method_lines() -> list[str]:
     """Return the lines of `--help`: each objective with its settings, and its methods."""
     lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
-    for fn in dict.fromkeys(method.fn for method in METHODS.values()):
-        defaults = [f"{key}={value}" for key, value in default_settings(fn).items()]
-        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
+    for fn, term in dict.fromkeys((method.fn, method.term) for method in METHODS.values()):
+        defaults = default_settings(Method(fn, term=term))
+        texts = [f"{key}={value}" for key, value in defaults.items()]
+        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(texts)}")
         for name, row in METHODS.items():
-            if row.fn is fn:
+            if (row.fn, row.term) == (fn, term):
                 lines.append(f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}")
     return lines
 
@@ -70,21 +72,19 @@ def compute_dtype(cfg) -> torch.dtype:
 
 def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
-    method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
+    method = with_sequences(built(resolve(name, **cfg.overrides_of(name))), cfg.group)
     if takes(method.fn, "generator"):
         method = with_keywords(method, generator=None)  # `method_at` puts one here
-    if "generator" in method.hyper or method.state:
+    if "generator" in method.hyper or isinstance(method.fn, nn.Module):
         method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
 
 
 def method_at(s, step, cfg) -> Method:
-    """Return the method of a student in update `step`, with its moving settings and its state."""
+    """Return the method of a student in update `step`, with its moving settings."""
     method = s.method
     if method.moving:
         method = _moved(method, step, cfg)
-    if s.state:
-        method = with_keywords(method, state=s.state)
     if "generator" in method.hyper:
         method = with_keywords(method, generator=seeded_generator(s.name, step, cfg))
     return method
@@ -107,10 +107,11 @@ def seeded_generator(name, step, cfg) -> torch.Generator:
 
     It is seeded for this process's first forward batch; `evaluate_random` seeds it for the next.
     Seeds depend on a forward batch's place in the update, and not on how the update is divided into
-    micro-batches and processes.
+    micro-batches and processes. Students METHOD@LABEL of one method have the same random numbers.
     """
     first_row = parallel.rank() * cfg.batch_rows // parallel.world()
-    seed = random.Random(f"{cfg.seed} {step} {name}").getrandbits(62) + first_row // cfg.group
+    method = name.partition("@")[0]
+    seed = random.Random(f"{cfg.seed} {step} {method}").getrandbits(62) + first_row // cfg.group
     return torch.Generator(cfg.device).manual_seed(seed)
 
 
@@ -118,11 +119,12 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     """Return each student's loss and the sums of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
-              weight or `CappedHead`, and `Method`
+              weight or `OutputHead`, and `Method`
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's, likewise; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
     compile   use torch.compile: one graph per method, settings and shape; not for random objectives
+              and modules
     chunk     positions whose logits exist at a time, at most, if the objective allows chunks
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached sums of its terms over all valid positions
@@ -136,7 +138,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     y = y.flatten()
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        heads = [HeadLoss(*student, y, compile) for student in students]
+        heads = [head_loss(*student, y, compile) for student in students]
         divided = [head for head in heads if head.method.in_chunks and size > chunk]
         whole = [head for head in heads if head not in divided]
         for first in range(0, len(y), size):
@@ -150,7 +152,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
                 add_chunks(divided, teacher, y, batch, chunk, compile)
     results = []
     for head in heads:  # loss and gradients are sums over the forward batches, to be divided
-        loss = AttachGradients.apply(*head.inputs, head.loss, head.dh, head.dw)
+        loss = AttachGradients.apply(head.loss, head.gradients, *head.inputs)
         results.append((loss / n_batches, head.sums))
     return results
 
@@ -191,9 +193,10 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
 class HeadLoss(Head):
     """One student in `head_losses`: its head, its method, and what is added up over positions.
 
-    dh, dw  [B * T, D], [V, D] gradients of the head's inputs; dw in fp32 or wider
-    loss    [] sum of the forward batches' mean losses
-    sums    of the method's terms
+    inputs     of the head; and the parameters of an objective that is a module
+    gradients  of the inputs: dh [B * T, D], dw [V, D] in fp32 or wider, and those of parameters
+    loss       [] sum of the forward batches' mean losses
+    sums       of the method's terms
 
     `here` is a slice of the B * T positions of the micro-batch.
     """
@@ -202,6 +205,7 @@ class HeadLoss(Head):
         super().__init__(h, w, y)
         self.dh = torch.zeros_like(self.h)
         self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
+        self.gradients = [self.dh, self.dw]
         self.loss = 0.0
         self.sums = Counter()
         self.y = y
@@ -219,13 +223,51 @@ class HeadLoss(Head):
         """
         z_s = self.logits(here).requires_grad_()
         loss, sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
-        if self.cap:  # dz becomes the gradient before the cap, z_s = cap * tanh(z / cap)
-            dz = dz * (1 - (z_s / self.cap).square()).to(dz.dtype)
+        if isinstance(self.head, OutputHead):
+            dz = self.head.before_cap(dz, z_s)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
         self.loss += loss
         self.sums.update(sums)  # adds
+
+
+class ModuleLoss(HeadLoss):
+    """A `HeadLoss` whose objective is a module, with parameters and buffers."""
+
+    def __init__(self, h, w, method, y, compile):
+        super().__init__(h, w, method, y, compile=False)
+        self.parameters = parameters_of(method)
+        self.inputs += (*self.parameters,)
+        self.gradients += map(torch.zeros_like, self.parameters)
+        self.evaluate = self.evaluate_module
+
+    def evaluate_module(self, method, dtype, z_s, z_t, y, n=None):
+        """Return what `evaluate` returns, and add up the gradients of the parameters.
+
+        The module's buffers stay as they are, as every forward batch of an update begins with them.
+        What the objective leaves in a buffer KEY is in the sums under "state.KEY", times the number
+        of valid positions, so that a division by their total gives its mean.
+        """
+        state = {key: buffer.clone() for key, buffer in method.fn.named_buffers()}
+
+        def objective(*inputs, **keywords):
+            return torch.func.functional_call(method.fn, state, inputs, keywords)
+
+        with torch.enable_grad():
+            loss, sums = mean_loss(method._replace(fn=objective), z_s, z_t, y, n)
+        dz, *gradients = torch.autograd.grad(loss, (z_s, *self.parameters))
+        for total, gradient in zip(self.gradients[2:], gradients, strict=True):
+            total += gradient
+        n_valid = (y != IGNORE).sum()
+        for key, value in state.items():
+            sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
+        return loss.detach(), sums, dz.to(dtype)
+
+
+def head_loss(h, w, method, y, compile) -> HeadLoss:
+    kind = ModuleLoss if isinstance(method.fn, nn.Module) else HeadLoss
+    return kind(h, w, method, y, compile)
 
 
 # Settings of torch's Inductor that suit tensors of [N, V]. By default it reorders the block sums of
@@ -260,6 +302,13 @@ def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
         loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
     return loss.detach(), sums, dz.to(dtype)
+
+
+def parameters_of(method) -> list[Tensor]:
+    """Return the parameters of an objective that is a module."""
+    if not isinstance(method.fn, nn.Module):
+        return []
+    return [p for p in method.fn.parameters() if p.requires_grad]
 
 
 def evaluate_random(method, *inputs):

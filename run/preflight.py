@@ -13,6 +13,7 @@ from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
+from lib.source import hashes, loaded_sources
 from lib.stats import MIN_PARTS
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
@@ -110,8 +111,9 @@ def check_config(cfg):
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)
     shape = student_shape(cfg)  # may download the teacher
+    is_divided = cfg.group * cfg.seq_len > cfg.chunk_positions
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, shape.vocab_size, cfg.compile, **cfg.overrides_of(name))
+        check_settings(name, shape.vocab_size, is_divided, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 
 
@@ -184,17 +186,20 @@ def say_precision(cfg, val):
 def run_facts(cfg, rows) -> dict:
     """Return the provenance of every result of the run, with each student's `made_by`.
 
-    Raises `UserError` if the processes do not agree on the records (run/identity.py).
+    Raises `UserError` if the processes do not agree on the records (run/identity.py) or the code.
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
-    for record in records.values():
-        parallel.check_agreement(**record)
+    code = hashes(loaded_sources())
+    for facts in (code, *records.values()):
+        parallel.check_agreement(**facts)
+    teachers = ",".join(map(pinned, cfg.teacher.split(","))) if uses_teacher(cfg) else None
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],
         "made_by": records,
+        "code": code,
         "bos": rows.manifest["bos"],  # the id before each document, if any
         "first_row_step": rows.first_row_step,
-        "teacher_used": pinned(cfg.teacher) if uses_teacher(cfg) else None,
+        "teacher_used": teachers,
         **machine_facts(torch.device(cfg.device)),
     }

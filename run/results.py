@@ -19,7 +19,7 @@ RUN = {
     "overrides": dict,
     "step": int,
     "config": dict,
-    "made_by": {"code": dict, "shape": dict},
+    "made_by": {"shape": dict},
 }
 # .. from a line of results.jsonl, and from its values by its kind.
 RESULT = {
@@ -91,6 +91,7 @@ def read_results(folder: Path) -> list[dict]:
         check_kinds(x["values"], VALUES[x["kind"]], file)
         if x["run"]:
             check_kinds(x["run"], RUN, file)
+        x["scored"].pop("scoring_code", None)  # of older versions; edits of code are shown
         if current in (None, x["weights_sha256"]):
             results.append(x | {"folder": folder})
     return newest(results)

@@ -1,4 +1,4 @@
-"""What eval.py and tools check before they use a model, and the hash of the code that scores it."""
+"""What eval.py and tools check before they use a model."""
 
 import dataclasses
 import functools
@@ -8,25 +8,14 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from lib.code import code_reached, files_reached
 from lib.device import give_back_memory
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from run.identity import NOT_FOLLOWED, as_in_file, record_hash
+from run.identity import as_in_file
 from run.results import RUN, training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
 
-# The functions of eval.py that a score passes through: figures over held-out rows, and tasks.
-SCORING = {"figures": ("byte_lengths", "over_rows"), "tasks": ("Scorer", "benchmark")}
-NOT_SCORING = (
-    *NOT_FOLLOWED,
-    "run.methods",
-    "run.paper",
-    "run.results",
-    "run.scoring",
-    "run.tables",
-)
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 
@@ -99,19 +88,6 @@ def open_checkpoint(name) -> Checkpoint:
     return Checkpoint(
         name, folder, results, run, n_vocab, context, sha256, tokenizer_hash(tokenizer)
     )
-
-
-def scoring_code(part: str) -> str:
-    """Return the hash of the code that a part of SCORING passes through."""
-    return record_hash(code_reached(("eval",), SCORING[part], NOT_SCORING))[:8]
-
-
-def decoder_edits(run: dict) -> list[str]:
-    """Return "model" if model.py was edited since a student was trained."""
-    if not run:
-        return []
-    decoder = files_reached(("model",), NOT_FOLLOWED)
-    return [name for name, sha in decoder.items() if run["made_by"]["code"].get(name) != sha]
 
 
 def check_content(name, key: str, sha256: str, run: dict):

@@ -27,14 +27,14 @@ class Student:
 
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2  # or a `Foreign` (run/foreign.py)
-    extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
+    extras: nn.ModuleDict  # modules of the method: trained, in checkpoints, never in model/
     optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None  # saved with the model
     dtype: torch.dtype  # of activations and products
-    state: dict[str, Tensor]  # of the objective: buffers of `extras`, so that checkpoints hold it
+    scored: nn.Module | None = None  # what is validated and saved, like averaged weights; `model`
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
@@ -42,6 +42,10 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
 
     def __post_init__(self):
+        self.scored = self.scored or self.model
+        # buffers of the objective, which it carries from one update to the next
+        is_module = isinstance(self.method.fn, nn.Module)
+        self.state = dict(self.method.fn.named_buffers()) if is_module else {}
         self.trained = [*self.model.parameters(), *self.extras.parameters()]
         # checkpoints tell a group's settings from its state by the entries that it was made with
         for optimizer in self.optimizers:
@@ -119,7 +123,7 @@ def hidden_and_head(s) -> metrics.Model:
 
     Call inside `gathered_roots`; otherwise a sharded head is incomplete.
     """
-    return functools.partial(s.model.hidden, dtype=s.dtype), s.model.head
+    return functools.partial(s.scored.hidden, dtype=s.dtype), s.scored.head
 
 
 def student_facts(s, run) -> dict:

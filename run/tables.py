@@ -14,6 +14,7 @@ import pandas as pd
 
 from lib.errors import UserError
 from lib.metrics import reference_text
+from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
@@ -21,7 +22,8 @@ from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
 from run.results import left_out, newest, protocol_text, read_results, students_of
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
-VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
+VARIES = ("methods", "hyper", "moving", "source", "shape", "seed")
+OLDER = ("code", "objective", "state")  # keys in records of older versions: hashes of code
 FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles of first tables
 
 
@@ -35,11 +37,13 @@ def check_comparable(results):
     for x in results:
         run = x["run"]
         facts = {}
-        for key, value in run.get("made_by", {}).items():
-            if key != "seed":
+        record = run.get("made_by", {})
+        for key, value in record.items():
+            if key not in ("seed", "order_sha256", *OLDER):
                 facts[f"{key} of {method_of(x)}" if key in VARIES else key] = value
         facts |= x["scored"] | {"step": run.get("step")}
         facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
+        facts[f"order_sha256 of seed {run.get('seed')}"] = record.get("order_sha256")
         if x["kind"] in SUITES:
             for task, values in x["values"].items():
                 for key in ("data_sha256", "prompts_sha256", "version", "n"):
@@ -93,9 +97,26 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     for shape, kind, protocol in sorted(comparable):
         if f"## {shape}" not in lines:
             lines += [f"## {shape}", ""]
-        lines += tables_of_kind(kind, comparable[shape, kind, protocol], reference, metric)
-        lines += [f"Protocol: {protocol}.", ""]
+        group = comparable[shape, kind, protocol]
+        lines += tables_of_kind(kind, group, reference, metric)
+        codes = [facts.get("code", {}) for x in group for facts in (x, x["run"])]
+        lines += [f"Protocol: {protocol}.", *edit_lines(codes), *twin_lines(group), ""]
     return "\n".join(lines)
+
+
+def edit_lines(codes: list[dict[str, str]]) -> list[str]:
+    """Return a line on the files that were edited between trainings and scorings, if any."""
+    files = edited(codes)
+    return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
+
+
+def twin_lines(results: list[dict]) -> list[str]:
+    """Return a line for the rows whose models have equal weights, if any."""
+    by_weights = {}
+    for x in results:
+        by_weights.setdefault(x["weights_sha256"], []).append(method_of(x))
+    twins = [names for names in by_weights.values() if len(names) > 1]
+    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
 
 
 def tables_of_kind(kind, results, reference, metric) -> list[str]:

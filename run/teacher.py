@@ -4,15 +4,19 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 (run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
+import functools
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.errors import UserError, note
 from lib.files import read_json, reading
+from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
 from model import (
     Qwen2,
     Qwen2Config,
+    StudentDecoder,
     config_file,
     flops_per_token,
     init_student,
@@ -60,7 +64,7 @@ def load_teacher(
     vocab_size: int | None = None,
     shard: int = 1,
 ) -> Teacher:
-    """Load a frozen teacher from a local folder or hub id `owner/name@revision`.
+    """Load a frozen teacher from a local folder or hub id `owner/name@revision`, or several, "a,b".
 
     dtype       of its weights and activations
     device      where it computes; `output_device` is the students' device (None: the same)
@@ -73,10 +77,39 @@ def load_teacher(
     return Teacher(load_model(name, dtype, device, shard), output_device or device, vocab_size)
 
 
-def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1):
-    """Load a frozen model: a `Qwen2`, or a `Foreign` of any other family."""
+class Ensemble(nn.Module):
+    """Several frozen models as one. Its probabilities are the mean of theirs."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """Return the last hidden states of all models side by side, [B, T, sum of D]."""
+        return torch.cat([model.hidden(idx) for model in self.models], -1)
+
+    @property
+    def head(self) -> OutputHead:
+        heads = [model.head for model in self.models]
+        n_vocab = min(map(len, heads))
+        weights = [weight_of(head)[:n_vocab] for head in heads]
+        widths = tuple(weight.shape[1] for weight in weights)
+        caps = [cap for head in heads for cap in getattr(head, "caps", (0.0,))]
+        return OutputHead(torch.cat(weights, 1), widths, tuple(caps))
+
+    def compile_layers(self):
+        for model in self.models:
+            model.compile_layers()
+
+
+def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1, as_student: bool = False):
+    """Load a frozen model: a `Qwen2`, or a `Foreign` of any other family; "a,b": an `Ensemble`."""
+    several = f"{name}".split(",")
+    if len(several) > 1:
+        return Ensemble(load_model(each, dtype, device, shard) for each in several)
     if is_native(name):
-        return Qwen2.from_pretrained(name, dtype, device, shard)
+        decoder = StudentDecoder if as_student else Qwen2
+        return decoder.from_pretrained(name, dtype, device, shard)
     from run.foreign import load_foreign  # few runs need it
 
     return load_foreign(name, dtype, device, shard)
@@ -117,14 +150,21 @@ def model_flops(shape, seq_len, trained: bool) -> float:
     return 3 * forward if trained else forward
 
 
+@functools.cache
+def teacher_flops(name, seq_len) -> float:
+    """Return the FLOPs of one token, forward, of a teacher, or of several."""
+    return sum(model_flops(load_shape(each), seq_len, trained=False) for each in name.split(","))
+
+
 def check_teacher(name, tokenizer, seq_len):
-    """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
-    shape = load_shape(name)
-    check_context(f"teacher={name}", shape.max_position_embeddings, seq_len)
-    check_vocabulary(
-        f"teacher={name}", shape.vocab_size, tokenizer, "logits are matched token by token"
-    )
-    check_ids("teacher", name, tokenizer)
+    """Raise `UserError` unless teachers fit rows of `seq_len` inputs with this tokenizer."""
+    for each in name.split(","):
+        shape = load_shape(each)
+        check_context(f"teacher={each}", shape.max_position_embeddings, seq_len)
+        check_vocabulary(
+            f"teacher={each}", shape.vocab_size, tokenizer, "logits are matched token by token"
+        )
+        check_ids("teacher", each, tokenizer)
 
 
 def check_ids(key, name, tokenizer, may_lack=False):
@@ -179,8 +219,10 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
 def inherited(name: str | None) -> dict:
     """Return the fields INHERITED of a teacher's shape; none without a teacher.
 
-    A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own.
+    A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own. Of several
+    teachers, that with the smallest vocabulary counts.
     """
-    shape = load_shape(name) if name else None
+    shapes = [load_shape(each) for each in f"{name}".split(",")] if name else []
+    shape = min(shapes, key=lambda shape: shape.vocab_size, default=None)
     values = {key: getattr(shape, key, None) for key in INHERITED}
     return {key: value for key, value in values.items() if value is not None}

@@ -25,7 +25,7 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
     """
     n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.model for s in live):  # gathers heads that are sharded
+    with parallel.gathered_roots(s.scored for s in live):  # gathers heads that are sharded
         models = [hidden_and_head(s) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.sums_by_part(models, head_t, batches, n_rows)  # a part is a row here

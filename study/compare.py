@@ -37,7 +37,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
-sys.path.insert(0, f"{Path(__file__).parents[1]}")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, f"{ROOT}")
 
 import configure
 from configure import Config
@@ -107,15 +108,14 @@ def arguments(argv, load=configure.load) -> tuple:
 if __name__ == "__main__":
     configure.check_flags(partial(arguments, load=configure.read_config))
 
-from lib.code import ROOT
 from lib.files import atomic_write, locked, read_json, write_json
 from lib.rows import open_rows
 from losses import resolve
-from run.identity import EDITS, content_hash, made_by, record_changes, record_hash
+from run.identity import content_hash, made_by, record_hash, student_changes
 from run.methods import needs_teacher
 from run.preflight import check_config
 from run.tables import VARIES
-from study.record import TRIAL_SEED, flops, is_scored, on_record, recipe
+from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
 from study.report import PLAN, best_settings, report
 
 
@@ -173,7 +173,7 @@ def compare(spec, cfg, choices: dict):
     score(students, rows, cfg, spec)
     found = on_record(cfg, spec.out)
     for s in students:
-        facts = found.get(recipe(s), {})
+        facts = find(s, found)
         name = facts["name"] if is_scored(s, facts, rows) else None
         plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
     write_json(file, plan)
@@ -182,14 +182,13 @@ def compare(spec, cfg, choices: dict):
 def shared_record(cfg, file) -> dict:
     """Return what all students share. Raises `UserError` if the study in the folder has another."""
     shared = made_by(cfg, cfg.methods[0]) | {"teacher_sha256": content_hash(cfg.teacher)}
-    for key in {*VARIES, *EDITS} - {"shape"}:
+    for key in {*VARIES} - {"shape"}:
         del shared[key]
     earlier = read_json(file).get("shared")
-    changes = record_changes(earlier or shared, shared)
-    if changes:
+    phrases = student_changes(earlier or shared, shared).values()
+    if phrases:
         raise UserError(
-            f"{file.parent}: has another study ({'; '.join(changes.values())}); set --out to "
-            "another folder"
+            f"{file.parent}: has another study ({'; '.join(phrases)}); set --out to another folder"
         )
     return shared
 
@@ -257,13 +256,13 @@ def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
-        students.setdefault((method, recipe(student)), (student, settings))
+        students.setdefault((method, record_hash(record_of(student))), (student, settings))
     train([student for student, _ in students.values()][n_tried:], cfg, spec)
     found = on_record(cfg, spec.out)
     trials = []
-    for (method, key), (_, settings) in students.items():
-        facts = found.get(key, {"why": ""})
-        ce = None if "why" in facts else facts["val_ce"]
+    for (method, _), (student, settings) in students.items():
+        facts = find(student, found)
+        ce = facts["val_ce"] if facts and "why" not in facts else None
         trials.append({"method": method, "settings": settings, "val_ce": ce})
     return trials
 
@@ -305,10 +304,11 @@ def train(students: list[Config], cfg, spec):
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
     found = on_record(cfg, spec.out)
-    missing = {recipe(s): s for s in students if recipe(s) not in found}
-    aside = {key[:-1] for key in found} & {key[:-1] for key in missing}
+    missing = {record_hash(record_of(s)): s for s in students if not find(s, found)}
+    aside = [s for s in missing.values() if any(changes(s, x) == {"source"} for x in found)]
     if aside:
-        print(f"{len(aside)} finished students of other code are left aside; see --accept_edits")
+        names = ", ".join(f"{s.methods[0]} (seed {s.seed})" for s in aside)
+        print(f"{names}: trained anew, as the objective was edited since")
     runs = {}
     for s in missing.values():
         runs.setdefault((s.seed, s.max_steps, "@" in s.methods[0]), []).append(s)
@@ -316,7 +316,7 @@ def train(students: list[Config], cfg, spec):
         hyper = {}
         for s in members:
             hyper |= s.hyper  # one key: its name
-        sha = record_hash([recipe(s) for s in members])
+        sha = record_hash([record_of(s) for s in members])
         out = spec.out / f"runs/seed{seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
         run("train.py", write_config(out.with_suffix(".py"), shared))
@@ -327,7 +327,7 @@ def score(students: list[Config], rows, cfg, spec):
     found = on_record(cfg, spec.out)
     folders = []
     for s in students:
-        facts = found.get(recipe(s))
+        facts = find(s, found)
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
             folder = spec.out / "runs" / run_name / facts["method"]
@@ -336,8 +336,6 @@ def score(students: list[Config], rows, cfg, spec):
             else:
                 print(f"{folder}: not there any more, so it cannot be scored on these rows")
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
-    if cfg.accept_edits:
-        flags.append("--accept_edits")
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)
 

@@ -14,10 +14,9 @@ import zstandard
 from configure import Config
 from lib.errors import UserError
 from lib.files import atomic_write, check_kinds, read_json, reading
-from run.identity import EDITS, RUN_FILE, content_hash, made_by, record_hash, student_shape
+from run.identity import RUN_FILE, content_hash, made_by, student_changes, student_shape
 from run.results import newest_figures, read_log
-from run.scoring import scoring_code
-from run.teacher import load_shape, model_flops
+from run.teacher import model_flops, teacher_flops
 
 FILE = "students.jsonl.zst"
 LEVEL = 12  # of all writes: an unchanged beginning then has the same bytes, which git stores once
@@ -54,23 +53,29 @@ def write_students(out, students: list[dict]):
 
 
 @cache
-def recipe(student: Config) -> tuple:
-    return key_of(made_by(student, student.methods[0]), vars(student), student.accept_edits)
+def record_of(student: Config) -> dict:
+    return made_by(student, student.methods[0])
 
 
-def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
-    """Return what identifies a student: record, updates and, for a trial, the rows that judge it.
+def changes(student: Config, facts: dict) -> set[str]:
+    """Return the keys in which a student differs from one on record.
 
-    Its code comes last. With `accept_edits` True takes its place, so that all code is equal.
+    A trial must also have been judged by the same rows.
     """
-    trial_rows = config["val_max_rows"] if config["seed"] == TRIAL_SEED else None
-    others = {key: value for key, value in record.items() if key not in EDITS}
-    code = record_hash([record.get(key) for key in EDITS])
-    return record_hash(others), config["max_steps"], trial_rows, accept_edits or code
+    keys = {*student_changes(facts["made_by"], record_of(student))}
+    for key in ("max_steps", "val_max_rows")[: 1 + (student.seed == TRIAL_SEED)]:
+        if facts["config"][key] != getattr(student, key):
+            keys.add(key)
+    return keys
 
 
-def on_record(cfg, out) -> dict:
-    """Return the students on record by recipe, after adding those of the runs that ended.
+def find(student: Config, students: list[dict]) -> dict:
+    """Return the facts of a student, or {} if it is not among these."""
+    return next((x for x in reversed(students) if not changes(student, x)), {})
+
+
+def on_record(cfg, out) -> list[dict]:
+    """Return the students on record, after adding those of the runs that ended.
 
     A run that cannot be read is renamed, so that its students are made again.
     """
@@ -85,7 +90,7 @@ def on_record(cfg, out) -> dict:
             print(f"{error}. Its run is made again, and was moved to {file.parent.rename(aside)}")
     if students != before:
         write_students(out, [*students.values()])
-    return {key_of(x["made_by"], x["config"], cfg.accept_edits): x for x in students.values()}
+    return [*students.values()]
 
 
 def read_run(file, cfg) -> list[dict]:
@@ -122,7 +127,7 @@ def flops(cfg) -> tuple:
     student = model_flops(student_shape(cfg), cfg.seq_len, trained=True)
     if not cfg.teacher:
         return student, 0.0
-    return student, model_flops(load_shape(cfg.teacher), cfg.seq_len, trained=False)
+    return student, teacher_flops(cfg.teacher, cfg.seq_len)
 
 
 def is_scored(student: Config, facts: dict, rows) -> bool:
@@ -135,8 +140,6 @@ def is_scored(student: Config, facts: dict, rows) -> bool:
     if facts["scores"].get("protocol", {}).get("dtype") != "float32":
         return False
     expected = {"rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
-    if "scoring_code" in facts and not student.accept_edits:  # old studies lack it
-        expected["scoring_code"] = scoring_code("figures")
     if student.teacher:
         expected["teacher_sha256"] = content_hash(student.teacher)
     return expected.items() <= facts.items()

@@ -87,6 +87,9 @@ def report(spec) -> tuple:
     trials = trial_lines(plan)
     config = plan["config"]
     machines = ", ".join(sorted({x["machine"] for x in students}))
+    intervals = INTERVALS
+    if all("code" in x for x in students):
+        intervals = intervals.replace("`code.diff`", "a `code_HASH.zip`")
     text = [
         f"# {spec.title}\n\n{spec.summary}\n",
         "Written by `compare.py` from the files beside it; do not edit.\n",
@@ -95,9 +98,10 @@ def report(spec) -> tuple:
         "inputs. Scored on:\n",
         *tables.scored_on(students[0]),
         f"\nMachine: {machines}. Each student's line has the versions of packages.\n",
-        INTERVALS,
+        intervals,
         *failed,
         *compared,
+        *tables.edit_lines([x.get("code", {}) for s in students for x in (s, s["scores"])]),
         COSTS,
         *costs(students),
     ]

@@ -1,0 +1,111 @@
+"""The project's own code: what a process has loaded, and what a function reaches.
+
+Own is every Python file but those of installed packages, wherever it stands, and whether or not git
+tracks it.
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import types
+import zipfile
+from pathlib import Path
+
+from lib.files import text_hash, writing
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
+CONSTANTS = (int, float, str, tuple)  # of an objective; of others an edit is shown, as of all files
+
+
+def own_file(value: object) -> str | None:
+    """Return the file of a module, function or class, or None if it is not the project's own."""
+    file = getattr(value, "__file__", None)
+    if isinstance(value, types.FunctionType):
+        file = value.__code__.co_filename
+    elif isinstance(value, type):
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    if not isinstance(file, str) or any(part in file for part in INSTALLED):
+        return None
+    return os.path.realpath(file) if file.endswith(".py") else None
+
+
+def loaded_sources() -> dict[str, str]:
+    """Return the text of all own files that are loaded, by their paths from the project's."""
+    # torch's compiler names the modules that it writes torch.X
+    modules = [module for name, module in sys.modules.items() if not name.startswith("torch.")]
+    files = {*filter(None, map(own_file, modules))}
+    return {os.path.relpath(file, ROOT): Path(file).read_text() for file in sorted(files)}
+
+
+def hashes(sources: dict[str, str]) -> dict[str, str]:
+    return {name: text_hash(text)[:8] for name, text in sources.items()}
+
+
+def write_snapshot(folder: Path, sources: dict[str, str]):
+    """Write the sources into a zip file that is named by their hashes."""
+    file = folder / f"code_{text_hash(str(hashes(sources)))[:8]}.zip"
+    with writing(file), zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in sources.items():
+            archive.writestr(name, text)
+
+
+def edited(codes: list[dict[str, str]]) -> list[str]:
+    """Return the files that have several hashes. A file that only some have is not among them."""
+    versions = {item for code in codes for item in code.items()}
+    names = [name for name, _ in versions]
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def reached(*roots: object) -> dict[str, str]:
+    """Return the hashes of all own functions and classes that these reach, by name.
+
+    A function reaches the globals that it names, those of own modules that it names, and what its
+    closure holds; a class reaches its bases, and what its functions reach. Comments and docstrings
+    do not count.
+    """
+    texts = {}
+    waiting = [*roots]
+    while waiting:
+        value = waiting.pop()
+        waiting += filter(None, [getattr(value, "__wrapped__", None)])  # as of torch.compile
+        if not isinstance(value, types.FunctionType | type) or not own_file(value):
+            continue
+        functions = [value]
+        if isinstance(value, type):
+            functions = [x for x in vars(value).values() if isinstance(x, types.FunctionType)]
+            waiting += value.__bases__
+        named = [x for fn in functions for x in values_named(fn)]
+        text = f"{source_of(value)} {[x for x in named if isinstance(x, CONSTANTS)]}"
+        name = f"{value.__module__}.{value.__qualname__}"
+        if text not in texts.setdefault(name, set()):  # closures of one function may differ
+            texts[name].add(text)
+            waiting += named
+    return hashes({name: str(sorted(texts[name])) for name in sorted(texts)})
+
+
+def values_named(fn) -> list[object]:
+    """Return what a function names, by name: globals, attributes of own modules, its closure."""
+    names = names_in(fn.__code__)
+    named = [x for name, x in fn.__globals__.items() if name in names]
+    modules = [x for x in named if isinstance(x, types.ModuleType) and own_file(x)]
+    scopes = [fn.__globals__, *map(vars, modules)]
+    values = [scope[name] for scope in scopes for name in sorted(names & scope.keys())]
+    return [*values, *inspect.getclosurevars(fn).nonlocals.values()]
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the globals and attributes that code names, and functions inside it."""
+    inside = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return {*code.co_names}.union(*map(names_in, inside))
+
+
+@functools.cache
+def source_of(value) -> str:
+    """Return the source of a function or class without comments, docstrings and blank lines."""
+    source = inspect.getsource(getattr(value, "__code__", value))
+    text = re.sub(r'"""[\s\S]*?"""|#.*', "", source)
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())

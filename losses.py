@@ -1243,18 +1243,18 @@ def settings(name) -> dict[str, object]:
         for part in parts:
             hints |= typing.get_type_hints(part, include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
-    for key in default_settings(method):
+    for key in default_settings(method.fn, method.term):
         if key not in hints:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
         kinds[key] = hints[key]
     return kinds
 
 
-def default_settings(method) -> dict[str, object]:
+def default_settings(*fns: Callable | None) -> dict[str, object]:
     """Return the settings of an objective, and of a term if there is one, with their defaults."""
-    keywords = _keywords(method.fn)
-    if method.term:
-        keywords |= _keywords(method.term)
+    keywords = {}
+    for fn in filter(None, fns):
+        keywords |= _keywords(fn)
     return {key: value for key, value in keywords.items() if key not in GIVEN}
 
 

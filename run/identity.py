@@ -50,7 +50,7 @@ def made_by(cfg, name) -> dict:
     train = read_manifest(cfg.data_dir, "train")
     val = read_manifest(cfg.data_dir, "val")
     # of the settings given to a student, `lr` alone is not among the method's
-    hyper = default_settings(method) | cfg.settings_of(name) | method.hyper
+    hyper = default_settings(method.fn, method.term) | cfg.settings_of(name) | method.hyper
     moving = {}  # hashes of the values over the whole schedule
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]

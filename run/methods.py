@@ -49,9 +49,8 @@ def method_lines() -> list[str]:
     """Return the lines of `--help`: each objective with its settings, and its methods."""
     lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
     for fn, term in dict.fromkeys((method.fn, method.term) for method in METHODS.values()):
-        defaults = default_settings(Method(fn, term=term))
-        texts = [f"{key}={value}" for key, value in defaults.items()]
-        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(texts)}")
+        defaults = [f"{key}={value}" for key, value in default_settings(fn, term).items()]
+        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
         for name, row in METHODS.items():
             if (row.fn, row.term) == (fn, term):
                 lines.append(f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}")

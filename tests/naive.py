@@ -450,6 +450,12 @@ def taid(s, z, label, t):
     return kl(softmax(between), softmax(s))
 
 
+@per_position
+def rs_kd(s, z, label, draws):
+    tokens = next(draws).tolist()
+    return -sum(torch.log(softmax(s)[token]) for token in tokens) / len(tokens)
+
+
 # --- the boundary rule of prepare.py, token by token from decoded text, without its code
 
 SENTENCE = re.compile(

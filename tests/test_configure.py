@@ -124,7 +124,7 @@ def test_every_field_is_read_somewhere():
 
 def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
     for method, row in METHODS.items():
-        for key, value in ({"w_kd": 1.0} | default_settings(row.fn)).items():
+        for key, value in ({"w_kd": 1.0} | default_settings(row.fn, row.term)).items():
             cfg = load([f"--methods={method}", f"--{method}.{key}={value}"])
             assert cfg.hyper == {method: {key: value}}
             with refusal(re.escape(f"no such key {key!r}")):

@@ -1,173 +1,192 @@
 """What made a student (run/identity.py): which edits count, and what may follow on a run."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
+import os
 import re
 import shutil
 import sys
+import typing
+import zipfile
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+import configure
 import losses
 import train
-from lib import code, device
+from lib import device, source
 from lib.files import read_json
 from losses import METHODS, Method
-from run import cache, identity, methods, preflight, scoring, trial
+from run import cache, identity, methods, preflight, trial
 from tests import world
 from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
-# file => old text => new text => the definition that the edit changes, in hashes of a step
-COUNTED = r"""
-model.py => F.silu( => F.gelu( => model
-train.py => optim.AdamW( => optim.Adam( => make_student
-losses.py => leave(nll, => leave(1.5 * nll, => cross_entropy
-losses.py => method.w_kd * kd => 2 * method.w_kd * kd => mean_loss
-losses.py => tau: Positive = 0.5,\n    t2 => tau: Positive = 0.6,\n    t2 => vanilla_kd
-run/methods.py => (step / n_steps) => (step) => run.methods
-lib/rows.py => mixed >> 30 => mixed >> 29 => lib.rows
-lib/rows.py => IGNORE)[:, 1:] => IGNORE)[:, :-1] => lib.rows
-lib/vocab.py => LEAST = -1e30 => LEAST = -1e29 => lib.vocab
-lib/vocab.py => return mixture_kl( => return 3 * mixture_kl( => lib.vocab
-"""
-SCORED = """
-lib/metrics.py => = ce_t => = ce => lib.metrics
-model.py => F.silu(self => F.gelu(self => model
-eval.py => tokens // longest => tokens // 2 // longest => Scorer
-eval.py => "num_fewshot": 0 => "num_fewshot": 1 => benchmark
-lib/tokens.py => def token_bytes( => def token_bytes(_,  => lib.tokens
-"""
-# an annotation, a comment, a docstring, a message, a printed line, the log, the loop, a checkpoint,
-# another objective, a new one, and its row
-NOT_COUNTED = r"""
-train.py => rate(step, cfg) -> float: => rate(step, cfg):
-train.py =>     n_valid = 0\n =>     # none yet\n\n    n_valid = 0\n
-losses.py => Causal language modelling => Language modelling
-losses.py => needs teacher logits => lacks teacher logits
-train.py => skipped the update => left out the update
-run/log.py => def add_entry( => def add_entry(_=
-train.py =>     bar.update()\n =>     bar.update(1)\n
-run/checkpoints.py => def save_model( => def save_model(_=
-losses.py => def pd(\n    z_s => def pd(\n    a, z_s
-losses.py => class Method( => def mine(z_s, z_t, y): ...\n\n\nclass Method(
-losses.py => "alra": Method( => "mine": Method(tvd),\n    "alra": Method(
-"""
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of the project's files."""
-    root = tmp_path_factory.mktemp("project")
-    for file in (*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("run/*.py")):
-        copy = root / file.relative_to(ROOT)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy(file, copy)
-    return root
-
-
-def clear_caches():
-    for function in (code.read_tree, code.definitions, code.files_reached):
-        function.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def hashes(project):
-    """hashes(kind) -> hashes of the unedited files and definitions, and those of today's."""
-
-    def reached(kind):
-        clear_caches()
-        if kind == "scores":
-            names = itertools.chain(*scoring.SCORING.values())
-            return code.code_reached(("eval",), names, scoring.NOT_SCORING, project)
-        step = code.code_reached(
-            identity.STEP_MODULES, identity.STEP, identity.NOT_FOLLOWED, project
-        )
-        names = ("vanilla_kd", "mean_loss")
-        return step | code.definitions_reached(names, project / "losses.py")
-
-    originals = {kind: reached(kind) for kind in ("step", "scores")}
-    return lambda kind: (originals[kind], reached(kind))
-
-
-EDITS = [("step", *edit) for edit in read_table(COUNTED + NOT_COUNTED)]
-EDITS += [("scores", *edit) for edit in read_table(SCORED)]
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_that_can_change_a_number_are_known_by_definition(project, hashes, edit):
-    kind, name, old, new, *definitions = (part.replace("\\n", "\n") for part in edit)
-    text = (project / name).read_text()
-    assert text.count(old) == 1
-    (project / name).write_text(text.replace(old, new))
-    original, edited = hashes(kind)
-    (project / name).write_text(text)
-    changed = [path for path in {**original, **edited} if original.get(path) != edited.get(path)]
-    assert changed == definitions
-
-
 FILES = {
-    "a.py": """
-from lib.b import *
+    "mine": """
+import math as m
+import parts
+from parts import square as raised, Terms
+from losses import enter, leave
 
-def start(x: Shape):
-    return table[x] + late(x)
+FACTOR = 1.0
 
-if True:
-    def late(x):
-        return SIZE
+def make(k):
+    def inner(x):
+        return k * x
+    return inner
 
-for k in (1, 2):
-    ROWS[f"x{k}"] = make(k)
+def unused(x):
+    return x
 
-def by_row(x):
-    return ROWS["x1"](x)
+twice = make(2)
 
-def make(k): ...
-
-SIZE = 3
-other = 1
+def mine(z_s, z_t, y):
+    \"\"\"A docstring.\"\"\"
+    z_s, z_t, _, valid = enter(z_s, z_t, y)  # a comment
+    loss = FACTOR * twice(raised(z_s - z_t))
+    return Terms(leave(parts.mean(loss) * m.pi, valid))
 """,
-    "lib/__init__.py": "from lib.c import f",
-    "lib/b.py": "def later():\n    from lib import d",
-    "lib/c.py": "f = 1",
-    "lib/d.py": "g = 1",
-    "lib/e.py": "unused = 1",
+    "parts": """
+from functools import cache, wraps
+from typing import NamedTuple
+from torch import Tensor
+SHIFT = 0.0
+class Terms(NamedTuple):
+    loss: Tensor
+def logged(fn):
+    @wraps(fn)
+    def wrapper(x):
+        return fn(x)
+    return wrapper
+@logged
+def square(x):
+    return x.square() + shift()
+@cache
+def shift():
+    return SHIFT
+def mean(x):
+    return x.mean(-1)
+def unused(x):
+    return x
+""",
 }
+# file => old text => new text => the definition that the edit changes; none: it does not count
+EDITED = """
+mine => z_s - z_t => z_t - z_s => mine.mine
+mine => FACTOR = 1.0 => FACTOR = 1.5 => mine.mine
+mine => make(2) => make(3) => mine.make.<locals>.inner
+mine => k * x => k + x => mine.make.<locals>.inner
+mine => import square as => import mean as => parts.square
+parts => x.square() => x.abs() => parts.square
+parts => return fn(x) => return 2 * fn(x) => parts.square
+parts => x.mean(-1) => x.sum(-1) => parts.mean
+parts => SHIFT = 0.0 => SHIFT = 1.0 => parts.shift
+parts => loss: Tensor => kd: Tensor => parts.Terms
+mine => A docstring => Another one
+mine => # a comment => # other words
+mine => def unused(x): => def unused(y):
+parts => def unused(x): => def unused(y):
+"""
 
 
-def test_code_is_followed_through_files_and_definitions(tmp_path):
-    (tmp_path / "lib").mkdir()
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    assert [*code.files_reached(("a",), root=tmp_path)] == ["a", "lib", "lib.b", "lib.c", "lib.d"]
-    assert [*code.files_reached(("a",), ("lib.b",), tmp_path)] == ["a"]
-    file = tmp_path / "a.py"
-    assert [*code.definitions_reached(["start"], file)] == ["SIZE", "late", "start"]
-    assert [*code.definitions_reached(["by_row"], file)] == ["ROWS", "by_row", "k", "make"]
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """project(file, old, new) -> `mine`, imported anew from the files of FILES with one edit."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def project(edited="", old="", new=""):
+        for name, text in FILES.items():
+            sys.modules.pop(name, None)
+            assert name != edited or text.count(old) == 1
+            (tmp_path / f"{name}.py").write_text(text.replace(old, new) if name == edited else text)
+        importlib.invalidate_caches()
+        source.source_of.cache_clear()
+        return importlib.import_module("mine")
+
+    yield project
+    for name in FILES:
+        sys.modules.pop(name, None)
 
 
-def test_an_objective_made_by_a_closure_is_known_by_its_variables(tmp_path, monkeypatch):
-    text = "def make(k, f):\n    def mine(z_s, z_t, y): return f(z_s, z_t, y) * k\n    return mine"
-    module = world.import_objective(text, tmp_path)
-    rows = {"a": (2, losses.tvd), "b": (3, losses.tvd), "c": (2, losses.jsd)}
-    known = []
-    for name, values in rows.items():
-        monkeypatch.setitem(METHODS, name, Method(module.make(*values)))
-        known.append(identity.objective_code(name))
-    assert known[0] != known[1] and known[0] != known[2]
-    assert {"tvd", "mean_loss", module.__name__} <= known[0].keys()
-    monkeypatch.setitem(METHODS, "table", Method(lambda *z: losses.tvd(*z) ** 2))
-    assert {"METHODS", "tvd"} <= identity.objective_code("table").keys()
+@pytest.mark.parametrize("edit", read_table(EDITED))
+def test_an_objective_is_known_by_all_that_it_reaches(project, edit):
+    """Also in other files, which git does not track, and by what it has in it."""
+    *edit, definition = edit if len(edit) == 4 else [*edit, None]
+    before = source.reached(project().mine)
+    after = source.reached(project(*edit).mine)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    assert definition in changed if definition else not changed
+
+
+def test_an_objective_reaches_files_of_lib_but_no_other_objective(monkeypatch):
+    names = identity.objective_source("vanilla_kd").keys()
+    common = {"losses.enter", "lib.vocab.full_kl", "losses.cross_entropy", "losses.position_weight"}
+    assert {"losses.vanilla_kd", *common} <= names
+    assert not {"losses.alra", "losses.mean_loss", "lib.vocab.top"} & names
+    assert "losses.AdaptiveTaid" in identity.objective_source("taid_adaptive")
     made = {}
     exec("def f(z_s, z_t, y): return z_s", made)
     monkeypatch.setitem(METHODS, "made", Method(made["f"]))
     with refusal("made: its objective is in no file"):
-        identity.objective_code("made")
+        identity.objective_source("made")
+
+
+def test_a_snapshot_has_all_code_that_is_loaded(project, tmp_path):
+    """Also that outside of the project's folder, and that git does not track."""
+    project()
+    sources = source.loaded_sources()
+    mine = os.path.relpath(tmp_path / "mine.py", ROOT)
+    assert {mine, "lib/__init__.py", "run/identity.py", "tests/world.py"} <= sources.keys()
+    assert not [name for name in sources if "python3" in name]
+    source.write_snapshot(tmp_path, sources)
+    (file,) = tmp_path.glob("code_*.zip")
+    with zipfile.ZipFile(file) as archive:
+        assert archive.read(mine).decode() == FILES["mine"]
+    hashes = source.hashes(sources)
+    edited = hashes | {mine: "another", "new.py": "none had it"}
+    assert source.edited([hashes, hashes]) == []
+    assert source.edited([hashes, edited, {}]) == [mine]
+
+
+@dataclasses.dataclass(frozen=True)
+class NewConfig(configure.Config):
+    margin: float = 0.5
+    prior: str | None = None
+
+
+def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monkeypatch):
+    """Records that are older than the key have its default."""
+    assert {*identity.FREE.split()} < {*configure.KINDS}
+    kinds = typing.get_type_hints(NewConfig, include_extras=True)
+    for place in (configure, identity):
+        monkeypatch.setattr(place, "KINDS", kinds)
+    monkeypatch.setattr(identity, "Config", NewConfig)
+
+    def changes(earlier, **keys):
+        settings = identity.settings_of_run(NewConfig(**keys)) | {"shape": {}}
+        return list(identity.student_changes(earlier, settings).values())
+
+    old = identity.settings_of_run(configure.Config()) | {"shape": {}}
+    assert "margin" not in old and changes(old) == []
+    assert changes(old, margin=0.7) == ["margin was 0.5, now 0.7"]
+    for prior in (tmp_path / "prior.npy", tmp_path / "folder/a/prior.npy"):
+        prior.parent.mkdir(parents=True, exist_ok=True)
+        prior.write_bytes(b"1")
+        path = tmp_path / prior.relative_to(tmp_path).parts[0]
+        known = identity.settings_of_run(NewConfig(prior=f"{path}")) | {"shape": {}}
+        moved = path.rename(path.with_suffix(".moved"))
+        assert changes(known, prior=f"{moved}") == []
+        for file in (moved, *moved.rglob("*.npy")):
+            if file.is_file():
+                file.write_bytes(b"12")
+        (phrase,) = changes(known, prior=f"{moved}")
+        assert re.match("prior was '.*', now '", phrase)
 
 
 def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
@@ -191,49 +210,53 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     assert changed == ["moving", "teacher_sha256"]
 
 
-MINE = """
-from losses import enter, leave
-def helper(z):
-    return z.square()
-def mine(z_s, z_t, y):
-    z_s, z_t, _, valid = enter(z_s, z_t, y)
-    return leave(helper(z_s - z_t).mean(-1), valid)
-"""
+def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypatch, printed):
+    """Its helper is edited half-way, and after the end. The message names two ways on."""
 
-
-def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed):
-    """Its helper is edited half-way, and after the end. The message names three ways on."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def go(text, out, flags=""):
-        sys.modules.pop("mine", None)
-        clear_caches()
-        (tmp_path / "mine.py").write_text(text)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        monkeypatch.setitem(METHODS, "mine", Method(importlib.import_module("mine").mine))
+    def go(out, edit, flags=""):
+        monkeypatch.setitem(METHODS, "mine", Method(project(*edit).mine))
         return train.distil(config(tiny, tmp_path / out, f"--methods=mine {flags}"))
 
-    edited = MINE.replace("square()", "abs()")
-    assert go(MINE, "a", "--max_steps=3") == 0
-    problem = (
-        r"a different run \(mine: edited since: mine\); choose another out_dir; "
-        ".*--resume_from=.* --student_weights.* --accept_edits=True"
-    )
+    helper = ("parts", "x.square()", "x.abs()")
+    assert go("a", (), "--max_steps=3") == 0
+    problem = r"a different run \(mine: edited since: source.parts.square was '\w+', now '\w+'\); "
     for steps in (6, 3):
-        with refusal(problem):
-            go(edited, "a", f"--max_steps={steps}")
-    assert go(f"# a comment\n{MINE}", "a", "--max_steps=4") == 0
-    assert go(edited, "a", "--accept_edits=True") == 0
-    assert len(records(tmp_path / "a", "mine")) == 7
-    assert "mine: accepted edits; edited since: mine" in printed()
-    facts = read_json(tmp_path / "a/run.json")
-    assert facts["accepted_edits"] == {"mine": "edited since: mine"}
-    weights = f"--student_weights={tmp_path}/a/mine/checkpoints/step_00000006"
+        with refusal(problem + "choose another out_dir; .*--resume_from=.* --student_weights"):
+            go("a", helper, f"--max_steps={steps}")
+    printed()
+    assert go("a", ("parts", "def unused(x):", "def unused(y):"), "--max_steps=4") == 0
+    assert re.search(r"edited since step 3: \S*parts.py\n", printed())
+    assert len([*tmp_path.glob("a/code_*.zip")]) == 2
+    weights = f"--student_weights={tmp_path}/a/mine/checkpoints/step_00000004"
     cfg = config(tiny, tmp_path / "b", f"--methods=mine --max_steps=1 {weights}")  # the second way
     assert train.distil(cfg) == 0
     monkeypatch.setitem(METHODS, "mine", METHODS["mine"]._replace(w_ce=0.5))
     with refusal(r"mine: hyper.w_ce was 0.0, now 0.5"):
         train.distil(cfg)
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(tiny, tmp_path, printed):
+    """Its record has hashes of syntax trees, which are not compared."""
+    flags = "--methods=pretrain --max_steps="
+    assert train.distil(config(tiny, tmp_path, f"{flags}2")) == 0
+    state = tmp_path / "pretrain/checkpoints/step_00000002/state.json"
+    old = read_json(state)
+    del old["code"], old["made_by"]["source"], old["made_by"]["order_sha256"]
+    old["made_by"] |= {"objective": {"cross_entropy": "x"}, "code": {"model": "x"}}
+    world.write_json(state, old)
+    assert train.distil(config(tiny, tmp_path, f"{flags}3")) == 0
+    assert "of an older version, so edits of the code since are not known" in printed()
+
+
+def test_another_order_of_rows_is_another_student(tiny, monkeypatch):
+    cfg = config(tiny, "unused", methods="pretrain")
+    before = identity.made_by(cfg, "pretrain")
+    plain = identity.row_order
+    monkeypatch.setattr(identity, "row_order", lambda *given: plain(*given)[::-1].copy())
+    identity.order_hash.cache_clear()
+    changes = identity.student_changes(before, identity.made_by(cfg, "pretrain"))
+    identity.order_hash.cache_clear()
+    assert [*changes] == ["order_sha256"]
 
 
 def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):

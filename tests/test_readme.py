@@ -303,7 +303,7 @@ def test_the_files_that_are_named_are_there():
     for name in named:
         made_by_a_run = re.match(r"out/|data/|texts/|modules/|model/", name)
         assert made_by_a_run or any((ROOT / at / name).exists() for at in folders), name
-    for file in (ROOT / "README.md", *DOCS):
+    for file in (ROOT / "README.md", ROOT / "study/README.md", *DOCS):
         for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text()):
             assert (file.parent / name).exists(), name
 

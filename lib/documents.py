@@ -118,7 +118,7 @@ def list_files(source: str) -> list[str]:
 
 def walk(folder) -> Iterator[str]:
     """Yield the names of the files in a folder and below, without the hidden ones."""
-    for entry in [*os.scandir(folder)]:
+    for entry in list(os.scandir(folder)):
         if entry.name.startswith("."):
             continue
         if entry.is_dir():

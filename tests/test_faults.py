@@ -398,8 +398,10 @@ give '<think>' the id 300, but it is loaded with 257
 {PREPARE} bad.py => echo 'source = ["text", "text"]' > bad.py => source: text: .*expected a dict
 {PREPARE} bad.py => echo 'source = [{{"name": "text", "split": "x"}}]' > bad.py => \
 source=text: split=x is for a dataset on the hub; name the files
-{PREPARE} --source=t.jsonl.gz => (printf '{{"text": "'; head -c 99999 /dev/urandom | base64 -w0; \
-printf '"}}\n') | gzip | head -c 60000 > t.jsonl.gz => t.jsonl.gz: cannot be used .*Truncated
+{PREPARE} --source=t.jsonl.gz => gzip -c text/a.jsonl | head -c 99 > t.jsonl.gz => \
+t.jsonl.gz: cannot be used .*Truncated
+{PREPARE} --source=t.jsonl.zst => head -c 9999 {world.ROOT}/demo/text.jsonl.zst > t.jsonl.zst => \
+t.jsonl.zst: cannot be used .*Truncated
 {COMPARE} study.py => echo "_compare = {{'tittle': 'x'}}" > study.py => \
 _compare: cannot be used .*tittle.*; correct its keys
 {NEW} bad.py => echo "lr = 10**400" > bad.py => lr=10+: expected float

@@ -76,7 +76,7 @@ class Config:
 
     # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
     data_dir: str = "data/pile"
-    # hub dataset; local file, folder or glob; or a mixture, "a:0.7,b:0.3" or a list of dicts
+    # hub dataset; local file, folder or glob; in a config file also a mixture, a list of dicts
     source: str | list = field(default=CORPUS, hash=False)
     # "all": a mixture goes on until its last part ends; None: until the first one does
     mixture_end: Literal["all"] | None = None

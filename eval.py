@@ -85,7 +85,7 @@ from lib.hf import find_folder
 from lib.rows import PAD, Rows, read_manifest
 from lib.source import hashes, loaded_sources
 from lib.stats import half_interval
-from lib.tokens import space_spelling, spelled_spaces, token_bytes
+from lib.tokens import token_bytes
 from lib.vocab import IGNORE
 from run.cache import open_cached, progress
 from run.identity import content_hash
@@ -432,8 +432,7 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
 
     ids  [rows, row_len] to score. At the beginning of a document, a token of a space and a word
-         stands for one byte less if the tokenizer adds a space to every text; three tokens that
-         spell a space stand for a third of a byte each, and for a byte elsewhere. The result has
+         stands for one byte less if the tokenizer adds a space to every text. The result has
          the means over these rows
     """
     pieces = token_bytes(tokenizer)
@@ -445,12 +444,6 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
         for token, n in zip(*np.unique(targets[begins], return_counts=True), strict=True):
             if token != PAD and pieces[token].startswith(b" "):
                 lengths[token] -= n / np.count_nonzero(targets == token)
-    stream = np.ravel(ids)
-    spelling = space_spelling(tokenizer.backend_tokenizer)
-    n_spelled = len(spelled_spaces(stream, spelling))
-    if n_spelled:
-        for token in spelling:
-            lengths[token] -= 2 / 3 * n_spelled / np.count_nonzero(stream == token)
     return torch.tensor(lengths)
 
 

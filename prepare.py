@@ -1,11 +1,12 @@
 """Tokenize text into fixed-length rows, cut where documents, lines or sentences end.
 
-    python prepare.py config/alra_200m.py [--key=value ...]   write the rows, or resume after a kill
-    python prepare.py --verify data/pile                      hash and count everything again
-    python prepare.py --show 1000 data/pile                   print five rows from row 1000 on
+    python prepare.py config/alra_200m.py [--key=value ...]
 
-**Text to documents.** A source is a dataset on the hub or local files; several sources form a
-mixture. A record that cannot be read stops the command, unless `max_bad_records` allows it.
+After a kill, the same command resumes.
+
+**Text to documents** (lib/documents.py). A source is a dataset on the hub or local files; several
+sources form a mixture. A record that cannot be read stops the command, unless `max_bad_records`
+allows it.
 
 **Documents to ids.** Each document is tokenized as plain text: a document that spells
 "<|endoftext|>" gets the ids of those characters. An EOS follows each document. A BOS stands before
@@ -24,10 +25,8 @@ what was skipped, with counts and hashes. Until all four are complete, the unfin
 `*.bin.tmp` and `prepare.state`.
 """
 
-import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -36,45 +35,23 @@ from pathlib import Path
 
 import configure
 
-if __name__ == "__main__" and sys.argv[1:2] not in (["--verify"], ["--show"]):
+if __name__ == "__main__":
     configure.check_flags()
 
 import numpy as np
 from tqdm import tqdm
 
-from lib.documents import SUFFIXES, list_files, read_document, read_files
-from lib.errors import UserError, naming_files, note
-from lib.files import (
-    flush,
-    for_json,
-    locked,
-    read_json,
-    reading,
-    text_hash,
-    working_name,
-    write_json,
-    writing,
-)
+from lib.documents import open_source
+from lib.errors import UserError, note
+from lib.files import flush, for_json, locked, read_json, text_hash, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
-from lib.settings import Positive, checked
 from lib.stats import half_interval
-from lib.tokens import (
-    check_bos,
-    check_tokenizer,
-    encode_texts,
-    leading_bos,
-    space_spelling,
-    spelled_spaces,
-    token_bytes,
-)
+from lib.tokens import check_bos, check_tokenizer, encode_texts, leading_bos, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
-HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
-SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
-CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
@@ -89,17 +66,7 @@ RECIPE_KEYS = (
 
 
 def main(argv) -> int:
-    match argv:
-        case ["--verify", folder]:
-            verify(Path(folder))
-        case ["--show", row, folder] if row.isdecimal():
-            show(Path(folder), int(row))
-        case ["--verify" | "--show", *_]:
-            raise UserError(
-                f"{' '.join(argv)}: expected --verify DIR, or --show N DIR from row N on"
-            )
-        case _:
-            prepare(configure.load(argv))
+    prepare(configure.load(argv))
     return 0
 
 
@@ -127,14 +94,16 @@ def prepare(cfg):
         "eos_id": eos,
     }
     folder = Path(cfg.data_dir)
-    if is_prepared(folder, recipe):  # needs no lock, so the folder may be read-only
-        print(f"{folder}: already prepared with the same settings; --verify checks it")
+    is_finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
+    if is_finished:  # needs no lock, so the folder may be read-only
+        check_recipe(folder, open_rows(folder, "train")[1], recipe)
+        print(f"{folder}: already prepared with the same settings")
         return
     with locked(folder, f"{folder}: another prepare.py is at work there"):
         state = open_state(folder, recipe)
         if "complete" not in state:
             write_rows(cfg, source, tokenizer, state)
-        finish(folder, state, cfg.source)
+        finish(folder, state)
 
 
 def write_rows(cfg, source, tokenizer, state):
@@ -156,26 +125,19 @@ def write_rows(cfg, source, tokenizer, state):
         shorten(folder, state, split)  # removes the rows that a kill left after the last commit
     if "source" in state:
         source.load_state_dict(state["source"])
-    warns = True
-    n_ended = 0  # parts of a mixture that have no more documents
     with tqdm(total=max_rows, unit="row") as bar:
         for documents, position in read_ahead(read_batches(source, n_left)):
-            ids = encode(backend, documents, state, cfg.max_bad_records)
-            if warns and any(tokenizer.eos_token in document["text"] for document in documents):
-                warns = False
+            if not state["records"] and any(tokenizer.eos_token in x["text"] for x in documents):
                 note(
                     f"warning: a document spells {tokenizer.eos_token!r}, which stays text; if "
                     "it separates documents, write a file with a record for each"
                 )
+            ids = encode(backend, documents, state, cfg.max_bad_records)
             for split in writers:
                 add_ids(folder, state, split, table, ids[split])
             n_rows = writers["train"]["rows"]  # of which the last `val_rows` are held out below
             bar.update(n_rows - bar.n)
             state["source"] = position
-            ended = position["examples_iterable"].get("is_exhausted", [])
-            if n_ended < sum(ended) < len(ended):
-                n_ended = sum(ended)
-                say_ended(state["recipe"], ended)
             if n_rows >= max_rows:
                 break  # without a commit: the next one counts max_rows at most
             commit(folder, state)
@@ -184,109 +146,6 @@ def write_rows(cfg, source, tokenizer, state):
     writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)  # `finish` cuts the others
     state["complete"] = True
     commit(folder, state)
-
-
-# --- Text to documents
-
-
-def open_source(cfg):
-    """Return a stream of the documents of `cfg.source`, and the facts of each of its parts.
-
-    The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture draws from its
-    parts with the probabilities of their shares, by a fixed seed.
-    """
-    import datasets
-
-    parts = split_mixture(cfg.source)
-    streams = []
-    facts = []
-    for part in parts:
-        remedy = "expected name, share; text, config, split, revision"
-        with reading(f"source: {part}", remedy), naming_files():
-            stream, fact = open_part(cfg, **part)
-        streams.append(stream)
-        facts.append(fact)
-    if len(parts) == 1:
-        return streams[0], facts
-    shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
-    shares = (shares / shares.sum()).tolist()
-    for fact, share in zip(facts, shares, strict=True):
-        fact["share"] = share
-    end = "first_exhausted"
-    if cfg.mixture_end == "all":
-        end = "all_exhausted_without_replacement"  # reads no document twice
-    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
-
-
-def split_mixture(source) -> list[dict]:
-    """Return the arguments of `open_part` for each part of a mixture, a list or "a:7,b:3".
-
-    A text that is no mixture, or an existing file or folder, is its only part.
-    """
-    if not isinstance(source, str):
-        return source
-    parts = [re.fullmatch(SHARE, part) for part in source.split(",")]
-    if not any(parts) or os.path.exists(os.path.expanduser(source)):
-        return [{"name": source}]
-    if not all(parts):
-        raise UserError(f"source={source}: expected a share above 0 for each, as in a:0.7,b:0.3")
-    return [{"name": part[1], "share": float(part[2])} for part in parts]
-
-
-def open_part(cfg, name, share=1.0, revision=None, **own):
-    """Return a stream of the documents of a source, and its name with a hash of its content.
-
-    share     is for the mixture, and changes nothing here
-    revision  of a hub dataset, as in NAME@REVISION
-    own       its text field, configuration and split, where they are not those of the config
-    """
-    import datasets
-
-    cfg = dataclasses.replace(cfg, **{f"source_{key}": value for key, value in own.items()})
-    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
-    if is_file or not re.fullmatch(HUB_ID, name):  # a file, a folder, or a pattern: data/*.gz
-        if own.keys() & {"config", "split"} or cfg.source_split != "train" or revision:
-            raise UserError(
-                f"source={name}: split, config and revision are for the hub; name the files to "
-                f"read, as in {name}/train-*.parquet"
-            )
-        files = list_files(name)
-        content = [quick_hash(Path(file)) for file in files]
-        arguments = {"files": files, "column": cfg.source_text}
-        texts = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
-        stream = datasets.IterableDataset.from_generator(
-            read_files, datasets.Features(texts), gen_kwargs=arguments
-        )
-    else:
-        stream, name = open_hub(name, revision, cfg)
-        content = name  # the commit in it stands for the content
-    return stream, {"source": name, "sha256": text_hash(json.dumps(content)), **own}
-
-
-def open_hub(name, revision, cfg):
-    """Return a stream of the documents of a dataset on the hub, and its name with its commit."""
-    import datasets
-    import huggingface_hub
-
-    column = cfg.source_text
-    dataset, _, named = name.partition("@")
-    revision = revision or named or None
-    remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
-    with reading(f"source={dataset}", remedy):
-        commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision).sha
-        rows = datasets.load_dataset(
-            dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
-        )
-    documents = rows.map(lambda row: read_document(row, column))
-    return documents.select_columns(["where", "text", "bad"]), f"{dataset}@{commit}"
-
-
-def say_ended(recipe, ended):
-    """Print which parts of a mixture have ended before the others: `ended` has a bool for each."""
-    names = [part["source"] for part in recipe["sources"]]
-    print(f"source: {', '.join(itertools.compress(names, ended))} ended before the others")
-    if not recipe["mixture_end"]:
-        print("the mixture ends here; --mixture_end=all goes on until its last part ends")
 
 
 # --- Documents to ids
@@ -299,11 +158,6 @@ def open_tokenizer(cfg):
     """
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
-    if re.search(CHAT, tokenizer.eos_token):
-        note(
-            f"warning: {name}: its EOS {tokenizer.eos_token}, which will end documents, ends "
-            "turns of a chat; take the base model's"
-        )
     folder = find_folder(name)
     check_tokenizer(tokenizer, folder)
     bos = None
@@ -331,17 +185,16 @@ def read_batches(source, n_documents):
 def encode(backend, documents, state, max_bad_records):
     """Return the ids of the documents, each with BOS and EOS, by split.
 
-    Counts the records in `state`, and lists those that cannot be read, or whose ids spell another
-    text. Raises `UserError` if there are more of these than `max_bad_records`.
+    Counts the records in `state`, and lists those that cannot be read, or whose ids lose some of
+    the text. Raises `UserError` if there are more of these than `max_bad_records`.
     """
     recipe = state["recipe"]
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
     eos = recipe["eos_id"]
     texts = [document["text"] for document in documents]
     ids_of = {"train": [], "val": []}
-    for document, encoded in zip(documents, encode_texts(backend, texts), strict=True):
-        ids, change = encoded
-        bad = document["bad"] or change
+    for document, (ids, loss) in zip(documents, encode_texts(backend, texts), strict=True):
+        bad = document["bad"] or loss
         if eos in ids:  # of a tokenizer whose EOS is an ordinary token
             bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
         if bad:
@@ -418,10 +271,8 @@ def row_ends(ids, table, row_len, last):
     last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
     """
-    classes, pieces, spelling = table
-    flags = classes[ids]
-    flags[spelled_spaces(ids, spelling)] = token_class(b" ")
-    flags = flags.tolist()
+    classes, pieces = table
+    flags = classes[ids].tolist()
     ends = []
     start = 0
     while start + row_len < len(ids):  # not <=, since `ends_row` needs the id after a window
@@ -467,11 +318,11 @@ def ends_row(ids, flags, pieces, start, i):
 
 
 def token_table(tokenizer):
-    """Return the classes [V] uint8 of a tokenizer's tokens, their bytes, and `space_spelling`."""
+    """Return the classes [V] uint8 of a tokenizer's tokens, and their bytes."""
     pieces = token_bytes(tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
     classes[tokenizer.eos_token_id] = EOS | GAP
-    return classes, pieces, space_spelling(tokenizer.backend_tokenizer)
+    return classes, pieces
 
 
 def token_class(piece):
@@ -520,20 +371,11 @@ def shorten(folder, state, split):
     Raises `UserError` if the file is shorter than that.
     """
     file = folder / f"{split}.bin.tmp"
-    file.touch()
     size = state["writers"][split]["rows"] * state["recipe"]["row_len"] * 4
-    if file.stat().st_size < size:
-        raise UserError(f"{file}: too short for prepare.state; move {folder} aside")
-    os.truncate(file, size)
-
-
-def is_prepared(folder, recipe) -> bool:
-    """Return whether a folder holds the finished rows. Raises `UserError` for another recipe's."""
-    finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
-    if finished:
-        for split in splits(recipe):
-            check_recipe(folder, open_rows(folder, split)[1], recipe)
-    return finished
+    with writing(file), open(file, "ab") as stored:
+        if stored.tell() < size:
+            raise UserError(f"{file}: too short for prepare.state; move {folder} aside")
+        stored.truncate(size)
 
 
 def open_state(folder, recipe):
@@ -548,26 +390,20 @@ def open_state(folder, recipe):
     writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
     complete  there if all rows are written, and only `finish` is left to do
 
-    Raises `UserError` if the folder holds unfinished work of another recipe, or other files.
+    Raises `UserError` if the folder holds unfinished work of another recipe, or other rows.
     """
     file = folder / "prepare.state"
     if file.exists():
-        kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
-        state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] > 0:  # without any record, the state is made anew below
-            check_recipe(folder, state["recipe"], recipe)
-            note(f"{folder}: resuming after {state['records']:,} documents")
-            return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
-    else:
-        names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
-        foreign = [name for name in names if (folder / name).exists()]
-        if foreign:
-            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
+        state = read_json(file, remedy=f"move {folder} aside and start again")
+        check_recipe(folder, state["recipe"], recipe)
+        note(f"{folder}: resuming after {state['records']:,} documents")
+        return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
+    foreign = [name for name in ("train.bin", "val.bin") if (folder / name).exists()]
+    if foreign:
+        raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
     streams = ["train", "val"] if recipe["val_share"] else ["train"]
     writers = {split: {"rows": 0, "rest": []} for split in streams}
-    state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
-    write_json(file, state)  # before any row, so that this file marks the others as ours
-    return state
+    return {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
 
 
 def remove_work(folder):
@@ -605,7 +441,7 @@ def commit(folder, state):
     write_json(folder / "prepare.state", state)
 
 
-def finish(folder, state, source):
+def finish(folder, state):
     """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
     n_rows = {split: writer["rows"] for split, writer in state["writers"].items()}
@@ -617,9 +453,8 @@ def finish(folder, state, source):
         if not n:
             remove_work(folder)  # else the same command would resume, and end here again
             raise UserError(
-                f"source={source}: {state['records']:,} records leave no row for {split}, of "
-                f"{sum(n_rows.values()):,} in all; --val_share=0 --val_rows=N holds out N "
-                "rows, such as a tenth, and a smaller --seq_len makes more rows"
+                f"{folder}: {state['records']:,} records leave no row for {split}; "
+                "--val_share=0 --val_rows=N holds out N rows, and a smaller --seq_len makes more"
             )
     for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"
@@ -629,20 +464,17 @@ def finish(folder, state, source):
                 divide_rows(folder, recipe, held)
             else:
                 os.replace(work, folder / f"{split}.bin")
-    for split in n_rows:  # train first
-        file = folder / f"{split}.bin"
-        if split == "train":
-            facts, counts, n_eos = measure(file, recipe)
-        else:
-            facts = measure(file, recipe)[0] | measure_unigram(file, recipe, counts)
-            if recipe["val_rows"] and recipe["train_rows"] is None:
-                # the number of documents that end in the training rows before each held-out row,
-                # which tells whether two of these rows are of one document
-                n_ended = np.cumsum(np.insert(n_eos, 0, 0))
-                facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
-        manifest = {"split": split, **recipe, "skipped": state["skipped"], **facts}
-        write_json(folder / f"{split}.json", manifest)
-        print(summary(folder, manifest))
+    facts, counts, n_eos = measure(folder / "train.bin", recipe)
+    write_manifest(folder, "train", state, facts)
+    if "val" in n_rows:
+        facts, _, _ = measure(folder / "val.bin", recipe)
+        facts |= measure_unigram(folder / "val.bin", recipe, counts)
+        if recipe["val_rows"] and recipe["train_rows"] is None:
+            # the number of documents that end in the training rows before each held-out row, which
+            # tells whether two of these rows are of one document
+            n_ended = np.cumsum(np.insert(n_eos, 0, 0))
+            facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
+        write_manifest(folder, "val", state, facts)
     remove_work(folder)
 
 
@@ -664,17 +496,11 @@ def divide_rows(folder, recipe, held):
     kept = np.delete(np.arange(len(rows)), held)
     for split, index in (("train", kept), ("val", held)):
         file = folder / f"{split}.bin"
-        new = working_name(file)
         with writing(file):
-            with open(new, "wb") as stored:
+            with open(file, "wb") as stored:
                 for part in np.array_split(index, len(index) // 4096 + 1):
                     stored.write(rows[part])
-            flush(new)
-            os.replace(new, file)
-
-
-def splits(recipe):
-    return ["train", "val"] if recipe["val_rows"] or recipe["val_share"] else ["train"]
+            flush(file)
 
 
 def measure(file, recipe):
@@ -697,9 +523,6 @@ def measure(file, recipe):
     n_eos = np.concatenate(n_eos)
     n_rows = len(n_eos)
     n_targets = int(counts[:n_vocab].sum())
-    if not n_targets:
-        what = "no row has two tokens, so there is nothing to predict"
-        raise UserError(f"{file}: {what}; remove {file.parent}, and prepare more text")
     n_tokens = n_targets + n_rows  # the first id of a row is no target
     facts = {
         "rows": n_rows,
@@ -733,44 +556,19 @@ def measure_unigram(file, recipe, counts):
     return for_json(facts)  # without an interval if there are few rows
 
 
-# --- Finished rows
-
-
-def verify(folder):
-    """Hash and count everything again. Raises `UserError` at the first difference."""
-    if (folder / "prepare.state").exists():
-        raise UserError(f"{folder}: not finished; the command that began it resumes it")
-    for split in splits(open_rows(folder, "train")[1]):
-        file = folder / f"{split}.bin"
-        manifest = open_rows(folder, split)[1]
-        for key, value in measure(file, manifest)[0].items():
-            if value != manifest.get(key):
-                raise UserError(f"{file}: {key} is {value}, expected {manifest.get(key)}")
-        print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
-
-
-def show(folder, first):
-    """Print five training rows as text, each with its length."""
-    rows, manifest = open_rows(folder, "train")
-    if first >= len(rows):
-        raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
-    tokenizer = load_tokenizer(manifest["tokenizer"])
-    for i, row in enumerate(rows[first : first + 5], first):
-        ids = row[row != PAD].tolist()
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        print(f"⟦row {i}: {len(ids)} ids⟧{text}\n")
-
-
-def summary(folder, manifest):
-    facts = (
-        "{rows:,} rows, {tokens:,} tokens, {documents:,} ends of documents, "
-        "padding {padding_share:.1%}"
+def write_manifest(folder, split, state, facts):
+    """Write the manifest of a split, and print what it has."""
+    manifest = {"split": split, **state["recipe"], "skipped": state["skipped"], **facts}
+    write_json(folder / f"{split}.json", manifest)
+    line = (
+        f"{folder / split}.bin: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
+        f"{facts['documents']:,} ends of documents, padding {facts['padding_share']:.1%}"
     )
-    if "unigram_ce" in manifest:
-        facts += ", unigram CE {unigram_ce:.4f}"
-        if manifest["unigram_half"] is not None:
-            facts += " ± {unigram_half:.4f} (95 % over rows)"
-    return f"{folder / manifest['split']}.bin: {facts.format(**manifest)}"
+    if facts.get("unigram_ce"):
+        line += f", unigram CE {facts['unigram_ce']:.4f}"
+    if facts.get("unigram_half"):
+        line += f" ± {facts['unigram_half']:.4f} (95 % over rows)"
+    print(line)
 
 
 if __name__ == "__main__":

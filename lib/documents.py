@@ -1,4 +1,4 @@
-"""The documents of local files: JSON lines (also gzip or zstd), parquet, or one text per file.
+"""The documents of a source: a dataset on the hub, local files, or a mixture of these.
 
 A document is a dict:
 
@@ -7,98 +7,127 @@ text   empty if the record cannot be read
 bad    why it cannot be read; empty for a good record
 """
 
-import collections
 import glob
-import gzip
+import io
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
+from pathlib import Path
 
-import zstandard
+import numpy as np
 
 from lib.errors import UserError, first_line, note
-from lib.files import reading
+from lib.files import reading, text_hash
+from lib.rows import quick_hash
+from lib.settings import Positive, checked
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-SPLIT = re.compile(r"(train|valid|test)(ation)?(-\d+-of-\d+)?\.")  # the name of a dataset's file
-HIDDEN = re.compile(r"\.|__MACOSX$")  # the beginning of a name: copies that programs keep
-BLOCK = 1 << 16  # bytes read at a time
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def open_source(cfg):
+    """Return a stream of the documents of `cfg.source`, and the facts of each of its parts.
+
+    The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture draws from its
+    parts with the probabilities of their shares, by a fixed seed.
+    """
+    import datasets
+
+    parts = cfg.source
+    if isinstance(parts, str):
+        parts = [{"name": parts}]
+    keys = {"text": cfg.source_text, "config": cfg.source_config, "split": cfg.source_split}
+    streams = []
+    facts = []
+    for part in parts:
+        try:
+            stream, name, content = open_part(**keys | part)
+        except TypeError as error:
+            raise UserError(
+                f"source: {part}: {first_line(error)}; expected a dict of name, share; text, "
+                "config, split"
+            ) from error
+        streams.append(stream)
+        own = {key: part[key] for key in keys if key in part}
+        facts.append({"source": name, "sha256": text_hash(json.dumps(content)), **own})
+    if len(parts) == 1:
+        return stream, facts
+    shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
+    shares = (shares / shares.sum()).tolist()
+    for fact, share in zip(facts, shares, strict=True):
+        fact["share"] = share
+    end = "first_exhausted"
+    if cfg.mixture_end == "all":
+        end = "all_exhausted_without_replacement"  # reads no document twice
+    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
+
+
+def open_part(name, text, config, split, share=None):
+    """Return a stream of documents, the name of their source, and what identifies its content.
+
+    text   the field or column of a record that holds the text
+    share  of a mixture; has no effect here
+    """
+    import datasets
+    import huggingface_hub
+
+    is_there = os.path.exists(os.path.expanduser(name))
+    if is_there or "*" in name or name.endswith(SUFFIXES):
+        if split != "train":
+            raise UserError(
+                f"source={name}: split={split} is for a dataset on the hub; name the files to "
+                f"read, as in {name}/train*"
+            )
+        files = list_files(name)
+        keys = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
+        stream = datasets.IterableDataset.from_generator(
+            read_files, datasets.Features(keys), gen_kwargs={"files": files, "column": text}
+        )
+        return stream, name, [quick_hash(Path(file)) for file in files]
+    dataset, _, revision = name.partition("@")
+    remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
+    with reading(f"source={dataset}", remedy):
+        info = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None)
+        rows = datasets.load_dataset(
+            dataset, config, split=split, streaming=True, revision=info.sha
+        )
+    documents = rows.map(lambda row: read_document(row, text))
+    name = f"{dataset}@{info.sha}"
+    return documents.select_columns(["where", "text", "bad"]), name, name
 
 
 def list_files(source: str) -> list[str]:
-    """Return the files of a local file, folder or glob. Prints a note on those it leaves out.
-
-    Raises `UserError` if two of the files hold one text: a link, or one packed beside itself.
-    """
+    """Return the files of a local file, folder or glob. Prints a note on those it leaves out."""
     path = os.path.expanduser(source)  # leaves the name of an unknown user as it is
-    left_out = collections.defaultdict(list)
     if os.path.isdir(path):
-        names = walk(path, left_out["hidden files or folders"], set())
+        names = walk(path)
     elif os.path.exists(path):
         names = [path]
     else:
         names = glob.glob(path, recursive=True)
-    file_of = {}
-    for name in sorted(names):
-        try:
-            facts = os.stat(name)
-        except FileNotFoundError:
-            left_out["broken links"].append(name)
-            continue
-        if not stat.S_ISREG(facts.st_mode):
-            if "**" not in path:  # which names what is in folders too
-                left_out["folders or devices"].append(name)
-            continue
-        if not name.lower().endswith(SUFFIXES):
-            left_out["files with other suffixes"].append(name)
-            continue
-        unpacked = re.sub(r"(?i)\.(gz|zst)$", "", os.path.realpath(name))
-        for text in (unpacked, (facts.st_dev, facts.st_ino)):
-            other = file_of.setdefault(text, name)
-            if other != name:
-                raise UserError(
-                    f"source={source}: {other} and {name} hold one text; keep one of them"
-                )
-    files = sorted(set(file_of.values()))
-    splits = {match[1] for file in files if (match := SPLIT.match(os.path.basename(file)))}
-    if len(splits) > 1:
-        raise UserError(
-            f"source={source}: has files of {', '.join(sorted(splits))}; name those of one, as in "
-            "FOLDER/train*"
-        )
-    for kind, skipped in left_out.items():
-        if skipped:
-            note(f"source={source}: skips {len(skipped)} {kind}, such as {skipped[0]}")
-    if not file_of:
-        raise UserError(
-            f"source={source}: no such file, or no regular file there that ends in "
-            f"{', '.join(SUFFIXES)}"
-        )
+    names = set(names)
+    files = sorted(name for name in names if name.lower().endswith(SUFFIXES))
+    others = names.difference(files)
+    if others:
+        note(f"source={source}: skips {len(others)} with other suffixes, such as {min(others)}")
+    if not files:
+        raise UserError(f"source={source}: no such file, or none that ends in {SUFFIXES}")
     return files
 
 
-def walk(folder, hidden: list, seen: set) -> Iterator[str]:
-    """Yield the names of the files in a folder and below; adds those of hidden ones to `hidden`.
-
-    seen  folders that were read before: links are followed, but each folder is read once
-    """
-    real = os.path.realpath(folder)
-    if real in seen:
-        return
-    seen.add(real)
-    for entry in sorted(os.listdir(folder)):  # every machine takes the same name of a linked one
-        name = os.path.join(folder, entry)
-        if HIDDEN.match(entry):
-            hidden.append(name)
-        elif os.path.isdir(name):
-            yield from walk(name, hidden, seen)
+def walk(folder) -> Iterator[str]:
+    """Yield the names of the files in a folder and below, without the hidden ones."""
+    for entry in list(os.scandir(folder)):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from walk(entry.path)
         else:
-            yield name
+            yield entry.path
 
 
-def read_files(files: list[str], column: str):
+def read_files(files: list[str], column: str) -> Iterator[dict]:
     """Yield the documents of local files in their order."""
     for file in files:
         with reading(file, "download or write it again"):
@@ -112,77 +141,37 @@ def read_records(file, column) -> Iterator[bytes | dict]:
     import pyarrow.parquet
 
     suffix = os.path.splitext(file)[1].lower()
-    if suffix in (".gz", ".zst") and not os.path.getsize(file):
-        raise EOFError("it is empty")
-    if suffix == ".txt":
-        with open(file, "rb") as stored:
+    with open(file, "rb") as stored:
+        if suffix == ".txt":
             yield {column: stored.read()}
-    elif suffix == ".parquet":
-        with open(file, "rb") as stored:
+        elif suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(stored)
             for batch in table.iter_batches(1024, columns=[column]):
                 yield from batch.to_pylist()
-    elif suffix == ".zst":
-        yield from map(bytes.strip, lines_of(unpack(file)))
-    else:
-        with (gzip.open if suffix == ".gz" else open)(file, "rb") as lines:
+        else:
+            lines = stored
+            if suffix in CODECS:  # refuses a file that was cut
+                lines = io.BufferedReader(pyarrow.CompressedInputStream(stored, CODECS[suffix]))
             yield from map(bytes.strip, lines)
-
-
-def unpack(file) -> Iterator[bytes]:
-    """Yield the content of a zstd file in blocks. A frame may have a window of 2 GiB."""
-    unpacker = None
-    with open(file, "rb") as stored:
-        while block := stored.read(BLOCK):
-            while block:
-                if unpacker is None or unpacker.eof:
-                    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-                    unpacker = decompressor.decompressobj()
-                yield unpacker.decompress(block)
-                block = unpacker.unused_data
-    if unpacker and not unpacker.eof:
-        raise EOFError("it ends within a frame")
-
-
-def lines_of(blocks) -> Iterator[bytes]:
-    parts = []  # of a line that the blocks before have begun
-    for block in blocks:
-        first, *others = block.split(b"\n")
-        parts.append(first)
-        for other in others:
-            yield b"".join(parts)
-            parts = [other]
-    yield b"".join(parts)
 
 
 def read_document(record, column: str, where: str = "") -> dict:
     """Return the document of a record; `bad` says why it has no text."""
-    text = bad = ""
+    bad = ""
     try:
         if isinstance(record, bytes):
-            line = decoded(record)
-            if not line.startswith("{"):
-                raise ValueError(f"expected a JSON object on each line, got {line:.20}")
-            record = json.loads(line)
+            record = json.loads(record.decode("utf-8-sig"))
+        text = record
         keys = [column]
         if column not in record:
             keys = column.split(".")  # of "meta.text", a field inside another one
-        text = record
         for key in keys:
             text = text[key]
         if isinstance(text, bytes):
-            text = decoded(text)
+            text = text.decode("utf-8-sig")
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-    except LookupError as error:
-        bad = f"cannot be read: no {error}; source_text names the field"
-    except (ValueError, TypeError, RecursionError) as error:
-        bad = f"cannot be read: {first_line(error)}"
-    return {"where": where, "text": "" if bad else text, "bad": bad}
-
-
-def decoded(content: bytes) -> str:
-    text = content.decode("utf-8-sig")
-    if "\0" in text:
-        raise ValueError("contains NUL, as UTF-16 does; write it as UTF-8")
-    return text
+    except (LookupError, ValueError, TypeError, RecursionError) as error:
+        text = ""
+        bad = f"cannot be read ({type(error).__name__}: {first_line(error)}), source_text={column}"
+    return {"where": where, "text": text, "bad": bad}

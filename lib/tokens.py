@@ -5,7 +5,6 @@ import re
 import unicodedata
 from collections import Counter
 
-import numpy as np
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -112,51 +111,27 @@ def config_of(folder) -> dict:
 
 
 def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:
-    """Return the ids of each text, and how they differ from it; "" if they spell the same text.
+    """Return the ids of each text, and what they lose of it; "" if nothing.
 
-    Differences in case, in Unicode's compatible forms, in control characters and in added spaces
-    count as none.
+    Case, Unicode's compatible forms and control characters do not count.
     """
     encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
     decoded = backend.decode_batch(ids, skip_special_tokens=False)
-    return list(zip(ids, map(difference, texts, decoded), strict=True))
+    return list(zip(ids, map(loss_of, texts, decoded), strict=True))
 
 
-def difference(text, result) -> str:
-    """Return what decoded ids lose of a text or add to it; "" if nothing."""
+def loss_of(text, result) -> str:
+    """Return what the text `result` of a text's ids lacks of its characters; "" if nothing."""
     if text == result:
         return ""
-    expected = Counter(comparable(text))
-    found = Counter(comparable(result))
-    lost = printed(expected - found)
-    added = printed(found - expected).replace(" ", "")
-    if lost or added:
-        change = f"loses {lost!r} of" if lost else f"adds {added!r} to"
-        return f"tokenizer: {change} {text!r:.80}; take one that keeps every character"
-    return ""
-
-
-def printed(characters) -> str:
-    return "".join(c for c in characters if c.isprintable() or c in "\n\t")
+    lost = Counter(comparable(text)) - Counter(comparable(result))
+    characters = "".join(c for c in lost if c.isprintable() or c in "\n\t")
+    if not characters:
+        return ""
+    return f"tokenizer: loses {characters!r} of {text!r:.80}; take one that keeps every character"
 
 
 def comparable(text) -> str:
     text = text.replace("▁", " ")  # many tokenizers write a space so
     return unicodedata.normalize("NFKC", text).casefold()
-
-
-def space_spelling(backend: tokenizers.Tokenizer) -> list[int | None]:
-    """Return the ids of the bytes of U+2581, which spell a space where no token stands for it.
-
-    None for a byte that the vocabulary lacks, as a byte-level one lacks all three.
-    """
-    return [backend.token_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
-
-
-def spelled_spaces(ids: np.ndarray, spelling) -> np.ndarray:
-    """Return the places in a stream of ids [n] where the three bytes of a space begin."""
-    starts = np.arange(len(ids) - 2)
-    for i, token in enumerate(spelling):
-        starts = starts[ids[starts + i] == token]
-    return starts

@@ -30,7 +30,7 @@ from run.tables import read_results
 from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
-from tests.test_prepare import byte_fallback, tokenizer_of
+from tests.test_prepare import byte_fallback
 from tests.test_tables import cells
 from tests.world import make_model, read_jsonl, refusal
 from tools import sample
@@ -606,16 +606,7 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
-    """Three tokens that spell a space are one byte.
-
-    Wherever else these bytes stand, they count as such: the first one of a quote is the same.
-    """
-    spelled, table = tokenizer_of("spelled_spaces")
-    for text in ("the cat sat", "a “b” c", "no", "the cat saw Überraschung — 13 boats"):
-        ids = np.array(spelled.encode(text, add_special_tokens=False), np.uint32)
-        n_bytes = ev.byte_lengths(spelled, len(table[0]), ids[None])
-        assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
-        assert n_bytes[ids].min() > 0
+    text = "the cat saw Überraschung — 13 boats"
     lengths = ev.byte_lengths(tokenizer, 311)
     assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
     tokenizer = copy.deepcopy(tokenizer)

@@ -17,7 +17,7 @@ from configure import Config
 from lib import head
 from losses import IGNORE, METHODS
 from run import methods, trial
-from tests.test_losses import FIRST_TIER, assert_near
+from tests.test_losses import BF16, FIRST_TIER, assert_near
 
 B = 4
 T = 7
@@ -127,7 +127,7 @@ def test_bf16_operands_give_fp32_logits(name):
     assert_close(loss, expected, rtol=1e-5, atol=0)
     for gradient, x in zip(gradients, exact, strict=True):
         assert gradient.dtype == torch.bfloat16
-        assert_near(gradient.float(), x, 4e-3)
+        assert_near(gradient.float(), x, BF16)
 
 
 def test_fp32_master_weights_meet_bf16_hidden_states_as_under_autocast():

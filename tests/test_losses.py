@@ -393,32 +393,34 @@ def regimes(n, v):
     yield 2 * a + impossible, b + impossible.index_fill(0, torch.tensor(11), -130), y
 
 
-# In slope tvd jumps where p_s = p_t, and among 151,936 tokens some pair is equal to 1e-7. abkd's
-# terms of 151,936 almost equal tokens cancel, and logit_std's of two models that are almost equal:
-# ln p near 12 is known to 5e-7 alone.
-KINK = {
-    ("tvd", 151_936): 1e-2,
-    ("abkd", 151_936): 2e-4,
-    ("logit_std", 151_936): 2e-5,
-}
+# In slope tvd jumps where p_s = p_t, and among 151,936 tokens two pairs are equal to 4 eps.
+KINK = {("tvd", 151_936): 1e-2}
 
+BF16 = 3 * 2**-8  # of a gradient: three times what rounding it to bf16 may add
 
 # by which a KL is multiplied: tau^2 beta; tau^2; tau^2 / keep
 FACTOR = {"dkd": 128, "logit_std": 4, "sekd": 20}
+
+# whose gradients are differences of terms up to 15 times as large: of two models near each other,
+# of almost equal tokens (abkd), or of ln p near -100 (reverse_kl)
+CANCEL = {"adakd", "logit_std", "taid", "abkd", "reverse_kl"}
 
 
 def assert_near_fp64(name, z_s, z_t, y, bar):
     """Compare with fp64 on the same logits: the gradient within `bar`, the loss within 1e-5.
 
-    In loss also by 3e-7 nats a position, times the factor of its KL: a KL may be so small that it
-    drowns in the rounding of ln p.
+    In loss also by the rounding of ln p, times the factor of its KL: a KL may be so small that it
+    drowns in that. Where terms cancel, the gradient has that rounding of each of them.
     """
     fn = functools.partial(kd, name)
     loss, gradient = value_and_gradient(fn, z_s, z_t, y)
     exact, exact_gradient = value_and_gradient(fn, z_s.double(), z_t.double(), y)
     assert gradient.dtype == z_s.dtype
-    nats = 3e-7 * len(loss) ** 0.5 * FACTOR.get(name, 1)
-    assert_near(loss, exact, 1e-5, nats)
+    # ln p is some ln V, and in either model it is rounded twice, by 2^-24 at most
+    rounding = 2**-22 * math.log(z_s.shape[1])
+    assert_near(loss, exact, 1e-5, rounding * len(loss) ** 0.5 * FACTOR.get(name, 1))
+    if name in CANCEL:
+        bar = max(bar, 15 * rounding)
     assert_near(gradient, exact_gradient, bar)
 
 
@@ -433,7 +435,7 @@ def test_fp32_is_within_1e_5_of_fp64(name, n, v):
 @pytest.mark.parametrize("name", ROWS)
 def test_bf16_is_no_worse_than_rounding_the_logits(name):
     for z_s, z_t, y in regimes(13, 1009):
-        assert_near_fp64(name, z_s.bfloat16(), z_t.bfloat16(), y, 6e-3)
+        assert_near_fp64(name, z_s.bfloat16(), z_t.bfloat16(), y, BF16)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -98,8 +98,9 @@ def test_the_teachers_preset_is_the_teachers_config():
 def test_students_come_from_the_seed_alone():
     torch.manual_seed(99)
     demo = init_student("demo", seed=1234)
-    # A change of torch or of the drawing order would silently change every student.
-    assert weights_hash(demo)[:16] == "398701d126de2c6d"
+    # A change of torch or of the drawing order would silently change every student. A processor
+    # without AVX2 draws other last bits.
+    assert demo(torch.arange(5)[None])[0, -1, 2].item() == pytest.approx(0.48986, rel=1e-4)
     assert weights_hash(demo) != weights_hash(init_student("demo", seed=5))
 
 

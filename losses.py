@@ -17,7 +17,7 @@
   to them. It ends with `leave`, which sets the loss at ignored positions to 0.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
-  random numbers, learn parameters or keep a state: docs/objectives.md shows how.
+  random numbers, learn parameters or keep a state: docs/editing.md shows how.
 * The result is the distillation term alone. `METHODS` has its weight and that of the causal
   language-modelling term.
 * An objective with parts returns a NamedTuple: `loss` [N] first. Training logs its other fields of

@@ -56,7 +56,7 @@ def try_method(method, V, is_divided):
     loss_and_gradient(method, -z, y)  # if it remembers these logits, the next call differs
     if not torch.equal(loss, loss_and_gradient(method, z, y)[0]):
         raise UserError(
-            "equal calls differ; docs/objectives.md shows how to draw random numbers, and how to "
+            "equal calls differ; docs/editing.md shows how to draw random numbers, and how to "
             "keep a state"
         )
     kept = y != IGNORE
@@ -97,7 +97,7 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     result = method.fn(*z, y, **method.hyper)
     if getattr(result, "loss", result).requires_grad:
         raise UserError(
-            "a parameter of it would not be trained; docs/objectives.md shows a module with one"
+            "a parameter of it would not be trained; docs/editing.md shows a module with one"
         )
     return loss.detach(), gradient
 

@@ -890,7 +890,7 @@ def test_value_and_gradient_are_one_graph(name):
 
 
 def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):
-    page = (world.ROOT / "docs/objectives.md").read_text()
+    page = (world.ROOT / "docs/editing.md").read_text()
     (code,) = re.findall(r"<!-- chunks -->\n```python\n(.*?)```", page, re.S)
     monkeypatch.setitem(METHODS, "unsure_kl", None)
     mine = world.import_objective(code, tmp_path)

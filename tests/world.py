@@ -149,8 +149,8 @@ def import_objective(code, folder):
 
 
 def add_objective_with_state(folder):
-    """Add the one that docs/objectives.md shows, "balanced_kl", to the methods."""
-    page = (ROOT / "docs/objectives.md").read_text()
+    """Add the one that docs/editing.md shows, "balanced_kl", to the methods."""
+    page = (ROOT / "docs/editing.md").read_text()
     (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
     import_objective(code, folder)
 

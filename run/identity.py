@@ -75,7 +75,7 @@ NOT_FOLLOWED = (
     "lib.settings",
     "run.cache",
     "run.checkpoints",
-    "run.ending",
+    "run.exits",
     "run.histograms",
     "run.identity",
     "run.log",

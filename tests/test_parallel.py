@@ -241,7 +241,7 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     assert text.count(f"UserError: {problem}; expected the same") == 1
     problem = r"UserError: teacher_sha256: (\w+) on process 0, (?!\1)\w+ on process 1;"
     assert len(re.findall(problem, text)) == 1
-    assert text.count("exit codes [1, 1]") == 3
+    assert text.count("exit codes [1, 1]") == 4
     assert [path.name for path in (root / "bad").glob("[!.]*")] == ["exit.json"]
     # process 1 has no rows, and process 0 says so
     assert text.count("Error: ") == 4

@@ -3,10 +3,10 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-The same command resumes a run from its newest checkpoint. A signal, such as SIGTERM or
-Ctrl-C's, ends the run after the current update: it saves a checkpoint and exits with code 75
-(run/exits.py). The teacher's forward pass is computed once for all students. run/checkpoints.py
-describes the folder of a run.
+The same command resumes a run from its newest checkpoint. Ctrl-C and signals such as SIGTERM end
+the run after the current update: it saves a checkpoint and exits with code 75 (run/exits.py). The
+teacher's forward pass is computed once for all students. run/checkpoints.py describes the folder of
+a run.
 
 Dimension key: B rows, T time, D width.
 """
@@ -234,7 +234,7 @@ def loop(run, rows, val, teacher, students):
     is_hidden = parallel.rank() > 0 or None  # None: unless on a terminal
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
     run.start_clock()
-    exits.TRAINING.append(run)
+    exits.TRAINING.append(run)  # signals wait for the end of an update once the first is done
 
     while run.step < cfg.max_steps and live and not run.stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:

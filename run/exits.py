@@ -6,7 +6,9 @@ train.py exits with one of three codes:
     1   an error, or a student that stopped
     75  the same command resumes: after a signal, or if another process was lost
 
-OUT/exit.json has {code, step, max_steps, why} of the last start. A killed process writes none.
+`reported` surrounds a run. It catches signals, and writes OUT/exit.json, {code, step, max_steps,
+why}, which a killed process does not. It gives an error its code, and raises it again:
+`configure.guard`, which surrounds every script, prints the error and returns the code.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from run.students import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECEIVED: list[str] = []  # names of the signals that this process has received
-TRAINING: list[Run] = []  # the run, from the beginning of its updates on
+TRAINING: list[Run] = []  # the run, once its updates have begun
 
 
 @contextlib.contextmanager

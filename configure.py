@@ -7,15 +7,13 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
-import contextlib
 import faulthandler
 import inspect
 import os
-import platform
 import re
 import runpy
+import signal
 import sys
-import time
 import traceback
 import types
 import typing
@@ -337,16 +335,17 @@ def read_config(argv) -> Config:
 def check_flags(parse=read_config):
     """End a mistyped command before its script imports torch, which takes seconds.
 
-    `--help`, which may list what losses.py has, is left to the script.
+    The first process of torchrun does it for all. `--help`, which may list what losses.py has, is
+    left to the script.
     """
-    open_streams()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     try:
         parse(sys.argv[1:])
     except (UserError, OSError):
         if not {"-h", "--help"} & {*sys.argv}:
             run(parse)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        note(f"{sys.argv[0]}: loading torch")
+    note(f"{sys.argv[0]}: loading torch")
 
 
 def trained_methods(cfg) -> set[str]:
@@ -442,9 +441,7 @@ SYNONYMS = {
 # ----------------------------------------------------------------------------------------------
 # scripts
 
-
-# How far this process is, for the report of a crash: a run's folder `out`, and its `step`.
-PROGRESS: dict = {}
+TRY_AGAIN = 75  # exit code where the same command goes on (EX_TEMPFAIL in sysexits.h)
 
 
 def run(main):
@@ -457,60 +454,30 @@ def run(main):
 
 
 def guard(main) -> int:
-    """Call a script's main function, and return the exit code of the script.
+    """Call a script's main function, and return the exit code of the script: 0, 1 or `TRY_AGAIN`.
 
     An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error
-    prints its traceback, and adds it to a file in the run's folder if there is one.
-
-    With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
-    a `UserError`, or a run in which a student stopped, so these return 0.
+    prints its traceback. run/exits.py gives an error a code other than 1.
     """
-    open_streams()
     faulthandler.enable(2)  # a library's crash, like NCCL's, prints where it was
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
+    faulthandler.register(signal.SIGQUIT, 2)  # Ctrl-\ prints where every thread is
+    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         with naming_files():
             code = main() or 0
             sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         note("\nstopped")
-        return 130
-    except BrokenPipeError:  # `| head -1`
-        drop_output()
-        return 141
-    except UserError as error:
-        is_alone = "step" in PROGRESS and not error.is_shared
+        return TRY_AGAIN
+    except Exception as error:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if is_alone or is_first:  # else all have the same
+        if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            note(f"stopped: {error}")
+        elif not isinstance(error, UserError):
+            traceback.print_exc()
+        elif is_first or not error.is_shared:
             note(f"UserError: {error}")
-        code = PROGRESS.get("code", 1)
-    except Exception:
-        rank = os.environ.get("RANK", 0)
-        text = (
-            f"{time.strftime('%FT%T%z')}, {platform.node()}, process {rank}, step "
-            f"{PROGRESS.get('step')}\n{traceback.format_exc()}"
-        )
-        note(text)
-        if "out" in PROGRESS:
-            path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
-            with contextlib.suppress(OSError), path.open("a") as file:
-                file.write(text)
-        return PROGRESS.get("code", 1)
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        return 0
-    return code
-
-
-def drop_output():
-    """Let what is printed go nowhere, as nobody reads it any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def open_streams():
-    """Open /dev/null in place of each standard stream that is closed, as `>&-` leaves it.
-
-    Otherwise the next file to be opened would become that stream.
-    """
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        return getattr(error, "exit_code", 1)

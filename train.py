@@ -3,9 +3,8 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. (Before the first
-update is done they end it at once: there is nothing to save.) OUT/exit.json has the code too. The
+The same command resumes a run from its newest checkpoint. Ctrl-C and signals such as SIGTERM end
+the run after the current update: it saves a checkpoint and exits with code 75 (run/exits.py). The
 teacher's forward pass is computed once for all students. run/checkpoints.py describes the folder of
 a run.
 
@@ -29,14 +28,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lib import parallel
-from lib.device import pick_device, repair_compile_cache
+from lib.device import pick_device
 from lib.errors import UserError
 from lib.files import locked
 from lib.head import weight_of
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
 from lib.vocab import IGNORE
-from run import ending, preflight
+from run import exits, preflight
 from run.checkpoints import (
     check_methods,
     finish_saving,
@@ -240,13 +239,14 @@ def loop(run, rows, val, teacher, students):
     is_hidden = parallel.rank() > 0 or None  # None: unless on a terminal
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
     run.start_clock()
+    exits.TRAINING.append(run)  # signals wait for the end of an update once the first is done
 
     while run.step < cfg.max_steps and live and not run.stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
-        run.count_update(n_valid, bool(ending.RECEIVED))
+        run.count_update(n_valid, bool(exits.RECEIVED))
         validation_is_due = run.is_due(cfg.val_every_steps)
         live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 
@@ -257,7 +257,6 @@ def loop(run, rows, val, teacher, students):
         if live and run.save:
             save_checkpoints(live, run)
         if run.step == run.first_step + 1:
-            ending.finish_updates()  # from now on, signals wait until an update ends
             run.began = time.perf_counter()  # for the ETA: the first update may compile
         bar.update()
     bar.close()
@@ -358,8 +357,6 @@ def distil(cfg) -> int:
     UNWRITTEN.clear()  # lines left over from an earlier run in this process
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    # not earlier, since a process that waits for others in `parallel.start` would not see a signal
-    ending.catch_signals(cfg)
     lock = locked(
         Path(cfg.out_dir),
         f"out_dir={cfg.out_dir}: another train.py is running there; wait until it ends, or choose "
@@ -369,7 +366,7 @@ def distil(cfg) -> int:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
         stack.callback(wait_for_writer)  # whatever ends the run, and before the lock is released
         parallel.on_first(check_methods, cfg)  # before anything is written there
-        stack.enter_context(ending.reported(cfg))
+        stack.enter_context(exits.reported(cfg))
         preflight.check_config(cfg)
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update
         # lowered to a divisor of the share, so that all micro-batches have the same size
@@ -393,7 +390,6 @@ def train_students(cfg) -> int:
         )
     if cfg.compile:
         say("compiling the models: the first update may take minutes")
-        repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)
     d_t = weight_of(teacher.head).shape[1] if teacher else None
     students = [make_student(name, cfg, tokenizer, d_t) for name in cfg.methods]
@@ -401,7 +397,7 @@ def train_students(cfg) -> int:
     for s in students:
         if not s.stopped and not run.stop:
             save_model(s, run)
-    return ending.exit_code(students, run)
+    return exits.exit_code(students, run)
 
 
 def main(argv) -> int:

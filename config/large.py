@@ -2,7 +2,7 @@
 # student: both are sharded over eight cards.
 #
 #   python prepare.py config/large.py     5.2B tokens
-#   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
+#   torchrun --nproc_per_node=8 train.py config/large.py
 #
 # The teacher's hidden states can be computed ahead, by run/cache.py under the same torchrun, for
 # runs with --teacher_cache=True. Hidden states take 10 KB a token, 54 TB for all rows. Such runs
@@ -25,7 +25,6 @@ train_rows = 10_240_000
 out_dir = "out/large"
 
 batch_rows = 512  # 64 for each card
-micro_batch = 64  # all rows of a card: with more than one, it would hold unsharded gradients
 max_steps = 20_000  # * 512 rows * 512 inputs = 5.2B nominal tokens
 schedule_steps = 20_000
 lr = 3e-4

@@ -27,13 +27,13 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 40000))
 
 # --kill-on-bad-exit: where one torchrun ends, the others do not wait for it.
-# --signals-to-handle: else a USR1 that you send to the job would kill torchrun alone.
+# --signals-to-handle: else a USR1 or USR2 that you send to the job would kill torchrun alone.
 # --shutdown-timeout: seconds for the last checkpoint; torchrun's own 30 are few for large students.
 srun --kill-on-bad-exit=1 "$python" -m torch.distributed.run \
   --nnodes="$SLURM_NNODES" --nproc_per_node="$SLURM_GPUS_ON_NODE" \
   --rdzv_backend=c10d --rdzv_endpoint="$head:$port" \
   --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=240 \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 --shutdown-timeout=240 \
   train.py "$@" --out_dir="$out" &
 srun=$!
 trap 'kill -TERM $srun' USR1 TERM

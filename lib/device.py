@@ -7,16 +7,14 @@ import platform
 import re
 import resource
 import shutil
-import struct
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from lib.errors import UserError, note
+from lib.errors import UserError
 from lib.files import text_hash
 
 # FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets, by the name
@@ -155,40 +153,3 @@ def peak_bytes(device) -> int:
 
 def gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
-
-
-def repair_compile_cache():
-    """Delete the libraries that a killed compiler left incomplete in torch's cache.
-
-    torch would load them again and again. Those that changed less than 5 seconds ago may be in the
-    hands of another process's linker, so this waits for them.
-    """
-    if sys.platform != "linux":
-        return
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes a second
-
-    for file in Path(cache_dir()).rglob("*.so"):
-        with contextlib.suppress(FileNotFoundError):  # it was deleted, here or by another process
-            while not is_whole_library(file):
-                if abs(time.time() - file.stat().st_mtime) < 5:
-                    time.sleep(0.2)
-                    continue
-                file.unlink()
-                note(f"torch's compile cache: removed {file}, incomplete")
-
-
-def is_whole_library(file) -> bool:
-    """Return whether a file is an ELF library with its section header table, which comes last."""
-    with file.open("rb") as f:
-        header = f.read(64)
-    if len(header) < 64 or not header.startswith(b"\x7fELF"):
-        return False
-    (start,) = struct.unpack_from("=Q", header, 40)
-    entry_size, n_entries = struct.unpack_from("=HH", header, 58)
-    return file.stat().st_size >= start + entry_size * n_entries
-
-
-def give_back_memory():
-    """Make glibc return freed memory to the system, also from between blocks in use."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

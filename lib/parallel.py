@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 
 # ----------------------------------------------------------------------------------------------
 # processes
@@ -31,7 +31,16 @@ def start(device, timeout_minutes: float = 30.0):
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
         backend = "nccl"
         device_id = device
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    n_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if n_processes > 1 and not dist.is_initialized():
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE={n_processes} without {', '.join(sorted(missing))}: start with "
+                "torchrun, or unset WORLD_SIZE"
+            )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            note(f"waiting for {n_processes} processes (WORLD_SIZE)")
         timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 

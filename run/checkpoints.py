@@ -34,7 +34,6 @@ import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-import configure
 from lib import files, parallel
 from lib.device import gib
 from lib.errors import UserError, first_line
@@ -43,7 +42,7 @@ from lib.hf import all_finite, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
 from lib.source import edited, hashes, loaded_sources, write_snapshot
 from model import Qwen2
-from run.ending import write_exit
+from run.exits import write_exit
 from run.identity import RUN_FILE, file_hash, record_changes, student_changes
 from run.log import say
 from run.students import Student, student_facts
@@ -98,7 +97,6 @@ def resume(students, run) -> list[Student]:
     if live and is_new:
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
         finish_saving(run)
-    configure.PROGRESS["step"] = run.step
     return live
 
 

@@ -1,12 +1,12 @@
 """What a run prints, and what it writes into log.jsonl."""
 
+import os
 import sys
 import time
 
 import torch
 from tqdm import tqdm
 
-from configure import drop_output
 from lib import files, metrics, parallel
 from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
@@ -42,7 +42,7 @@ def say(text):
     except OSError:
         # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
         # checkpoint is written.
-        drop_output()
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def say_values(label: str, values):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import sys
 
 import torch
@@ -104,9 +103,6 @@ def check_config(cfg):
             f"{world} processes with group={cfg.group}: "
             f"expected their product to divide batch_rows={cfg.batch_rows}"
         )
-    n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if n_nodes > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError("torchrun --max_restarts: expected 0 on several nodes; start it again")
     if world % cfg.shard:
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from lib.device import give_back_memory
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
@@ -46,7 +45,6 @@ class Checkpoint(NamedTuple):
         return self.tokenizer.eos_token_id if self.bos is None else self.bos
 
     def load(self, dtype, device, vocab_size: int | None = None) -> Teacher:
-        give_back_memory()  # of earlier models
         return load_teacher(self.folder, dtype, device, vocab_size=vocab_size)
 
 
@@ -70,7 +68,6 @@ def open_checkpoint(name) -> Checkpoint:
     else:  # not inside the checkpoint, which training may delete
         run_name = Path(run["config"]["out_dir"]).name
         results = Path(f"out/eval/{run_name}_{run['method']}_{student.resolve().name}")
-    give_back_memory()
     model = load_model(folder)
     tokenizer = read_tokenizer(folder)
     n_vocab = len(model.head)

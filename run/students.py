@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-import configure
 from configure import Config
 from lib import metrics, parallel
 from losses import Method
@@ -103,7 +102,6 @@ class Run:
         A signal may reach any process, and only process 0 looks at the clock: sums tell all.
         """
         self.step += 1
-        configure.PROGRESS["step"] = self.step
         seconds = 60 * (self.cfg.checkpoint_every_minutes or math.inf)
         is_late = parallel.rank() == 0 and time.perf_counter() - self.saved_at > seconds
         n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])

@@ -4,7 +4,6 @@ It is set before torch is imported.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -26,16 +25,6 @@ def pytest_configure(config):
     """Kernels of the CPU are compiled in seconds: by no pool of compilers, and without vectors."""
     if config.option.markexpr != "gpu":
         os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    """A run in this process leaves its signal handlers behind."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

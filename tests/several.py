@@ -18,7 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of 
 import configure
 import train
 from lib import parallel
-from run import checkpoints, ending, identity
+from run import checkpoints, exits, identity
 from tests import world
 
 FORKS = multiprocessing.get_context("fork")
@@ -28,7 +28,7 @@ loop = train.loop
 
 def update_or_signal(students, teacher, stream, step, cfg):
     if cfg.out_dir.endswith("cut") and step == 1 == parallel.rank():
-        ending.RECEIVED.append("SIGTERM")
+        exits.RECEIVED.append("SIGTERM")
     return update(students, teacher, stream, step, cfg)
 
 
@@ -48,12 +48,10 @@ def work(runs):
     parallel.start(torch.device("cpu"))
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(int(cfg.out_dir.endswith("restarts")))
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
             checkpoints.file_hash = lambda file: "other"
         code = configure.guard(lambda cfg=cfg: train.distil(cfg))
         checkpoints.file_hash = identity.file_hash
-        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
         codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)

@@ -25,7 +25,6 @@ from lib import stats
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
 from lib.stats import estimate, holm, with_half
-from run import ending
 from run.identity import content_hash, made_by
 from run.scoring import scoring_code
 from study import compare, record
@@ -383,8 +382,6 @@ def argv(tiny, tmp_path_factory):
 def quiet(monkeypatch):
     for name in ("study.compare.signal.signal", "study.report.pictures"):
         monkeypatch.setattr(name, lambda *a: [])
-    monkeypatch.setattr(ending, "catch_signals", lambda cfg: None)
-    monkeypatch.setattr(ending, "finish_updates", lambda: None)
     monkeypatch.setattr(record, "flops", functools.cache(record.flops))
 
 

@@ -48,9 +48,9 @@ def copy_of_code(folder):
 
 
 def run_all(folder, commands):
-    """Run scripts of the code in `folder`, in a new process, each with the exit code it should have.
+    """Run scripts of the code in `folder` in a new process, and return what they print.
 
-    Returns what they print.
+    commands  (script, arguments, exit code to expect)
     """
     process = world.start(_run_all, folder, commands, out=folder / "printed")
     process.join()

@@ -89,7 +89,7 @@ def together(tiny, wide, tmp_path_factory):
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign --student={wide}/foreign",
         "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
         "bad_teacher": f"{FLAGS} --teacher={wide}/teacher{{rank}}",
-        "bad_and_restarts": f"{FLAGS} --data_dir={wide}/data{{rank}}",
+        "bad_data": f"{FLAGS} --data_dir={wide}/data{{rank}}",
     }
     four = {
         "uneven": f"{SHORT} --shard=4",  # 4 does not divide the rows of these weights
@@ -241,22 +241,28 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     assert text.count(f"UserError: {problem}; expected the same") == 1
     problem = r"UserError: teacher_sha256: (\w+) on process 0, (?!\1)\w+ on process 1;"
     assert len(re.findall(problem, text)) == 1
-    assert text.count("exit codes [1, 1]") == 3
+    assert text.count("exit codes [1, 1]") == 4
     assert [path.name for path in (root / "bad").glob("[!.]*")] == ["exit.json"]
-    # process 1 has no rows: process 0 says so too, and torchrun must not restart
+    # process 1 has no rows, and process 0 says so
     assert text.count("Error: ") == 4
     problem = f"{wide}/data1: no train.bin with train.json; run prepare.py with the config"
     assert f"UserError: {problem}\n" in text
-    end = read_json(root / "bad_and_restarts/exit.json")
+    end = read_json(root / "bad_data/exit.json")
     assert end == {"code": 1, "step": None, "max_steps": 4, "why": f"UserError: {problem}"}
 
 
-def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
+def test_each_start_says_for_how_many_it_waits_as_long_as_it_is_told(monkeypatch, capsys):
     keys = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: keys.update(kw))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with world.refusal("WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT: start with torchrun, or"):
+        parallel.start(torch.device("cpu"))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "x")
     parallel.start(torch.device("cpu"), 2.5)
     assert keys["timeout"] == timedelta(minutes=2.5)
+    assert capsys.readouterr().err == "waiting for 2 processes (WORLD_SIZE)\n"
 
 
 STUBS = {

@@ -34,7 +34,7 @@ from lib.hf import weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE
 from model import MLP, Qwen2, Qwen2Config, init_student
-from run import checkpoints, ending, identity, log, preflight, students
+from run import checkpoints, exits, identity, log, preflight, students
 from run.methods import compute_dtype, make_method, method_at
 from run.teacher import Teacher, model_flops
 from tests import world
@@ -631,13 +631,13 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
         if step == 2:
             students[0].sums["loss"] *= math.nan
             if cfg.out_dir.endswith("cut"):
-                ending.RECEIVED.append("SIGTERM")
+                exits.RECEIVED.append("SIGTERM")
 
     hook_update(before, after)
     flags = "--methods=alra --checkpoint_every_steps=1 --log_every_steps=4"
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
-    for out, code in ((whole, 0), (cut, ending.TRY_AGAIN), (cut, 0)):
+    for out, code in ((whole, 0), (cut, exits.TRY_AGAIN), (cut, 0)):
         run(out, flags, code)
     assert_same(whole, cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
@@ -858,19 +858,25 @@ def of_a_card(number):
     ],
 )
 def test_an_error_after_a_signal_and_a_card_that_fails_are_to_be_tried_again(
-    tiny, tmp_path, hook_update, signals, error, code
+    tiny, tmp_path, hook_update, capsys, signals, error, code
 ):
     """A scheduler may signal all processes of a job, compilers too."""
 
     def before(students, step, cfg):
         if step == 2:
-            ending.RECEIVED.extend(signals)
+            exits.RECEIVED.extend(signals)
             raise error
 
     hook_update(before)
     cfg = config(tiny, tmp_path, methods="pretrain")
     assert configure.guard(lambda: train.distil(cfg)) == code
     assert_end(tmp_path, code, 2, f"{type(error).__name__}: {error}")
+    traceback = Path(tmp_path, "traceback_0.txt")
+    if isinstance(error, UserError):
+        assert not traceback.exists()
+    else:
+        place = rf"\n[\w.]+: {error}\n\S+, {platform.node()}, process 0, step 2\n$"
+        assert re.search(place, traceback.read_text()) and re.search(place, capsys.readouterr().err)
 
 
 # as it loads; in the first update: at once; in a later one: after it
@@ -882,12 +888,12 @@ def test_a_signal_ends_a_run_and_loses_nothing(
 
     def load(*args):
         if at is None:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
         return preflight.open_teacher(*args)
 
     def before(students, step, cfg):
         if at == step:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
 
     flags = "--methods=alra --checkpoint_every_steps=none"
     with monkeypatch.context() as patch:
@@ -900,7 +906,7 @@ def test_a_signal_ends_a_run_and_loses_nothing(
         else:
             with pytest.raises(SystemExit, match="75"):
                 run(tmp_path, flags)
-        assert_end(tmp_path, 75, end, "SIGUSR1")
+        assert_end(tmp_path, 75, end, "SIGUSR2")
         assert not (tmp_path / "alra/model").exists()
     at = 99
     run(tmp_path, "--methods=alra")
@@ -908,18 +914,21 @@ def test_a_signal_ends_a_run_and_loses_nothing(
     assert_same(tmp_path, finished, "alra")
 
 
-def test_four_signals_stop_a_run_but_nohup_stays_nohup():
-    def stops(sign):
-        ending.RECEIVED.clear()
-        ending.finish_updates()
-        signal.raise_signal(sign)
-        return bool(ending.RECEIVED)
-
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        assert stops(sign)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert not stops(signal.SIGHUP)
+@pytest.mark.parametrize("is_ignored", [False, True])
+@pytest.mark.parametrize("sign", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_wait_for_the_end_of_an_update_unless_the_parent_ignores_them(
+    sign, is_ignored, tmp_path
+):
+    """And they are as before once the run has ended."""
+    number = signal.Signals[sign]
+    handler = signal.SIG_IGN if is_ignored else mock.Mock()
+    before = signal.signal(number, handler)
+    with exits.reported(mock.Mock(out_dir=tmp_path)):
+        exits.TRAINING.append(mock.Mock(step=2, first_step=1))
+        signal.raise_signal(number)
+        received = [] if is_ignored else [sign]
+        assert received == exits.RECEIVED
+    assert signal.signal(number, before) == handler
 
 
 @pytest.mark.slow

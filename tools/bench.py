@@ -18,6 +18,7 @@ weights. A row has --n inputs. Memory is resident memory on the CPU (Linux), all
 GPU: in `fused` the peak above what was in use before, in `gpu` the peak of the whole run.
 """
 
+import ctypes
 import itertools
 import math
 import shutil
@@ -62,7 +63,7 @@ if __name__ == "__main__":
 
 import torch
 
-from lib.device import give_back_memory, machine_facts, peak_bytes, pick_device
+from lib.device import machine_facts, peak_bytes, pick_device
 from lib.files import read_lines
 from lib.hf import load_tokenizer
 from losses import resolve
@@ -121,7 +122,7 @@ def memory(device, reset=False) -> float:
     elif not PEAK.exists():
         return math.nan
     elif reset:
-        give_back_memory()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory
         PEAK.write_text("5")
     return peak_bytes(device) / 2**20
 

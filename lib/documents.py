@@ -169,6 +169,8 @@ def read_document(record, column: str, where: str = "") -> dict:
             text = text[key]
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
+        if "\0" in text:
+            raise ValueError("contains NUL, as UTF-16 does; write it as UTF-8")
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     except (LookupError, ValueError, TypeError, RecursionError) as error:

@@ -25,7 +25,7 @@ gelu => => => edited since step 2: model.py
 init => => => edited since step 2: model.py
 hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => edited since step 2: losses.py
 temperature => --methods=alra,learned_tau => alra => edited since step 2: losses.py
-weight => => => !edited since: source.losses.position_weight
+weight => => => !losses.position_weight
 log => => alra,vanilla_kd => edited since step 2: losses.py
 lion => => => !its student had other parameters or extras
 schedule => --lr_schedule=sqrt => => !lr_schedule was 'cosine', now 'sqrt'
@@ -60,9 +60,9 @@ def run_all(folder, commands):
 
 
 def _run_all(folder, commands):
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(f"{ROOT}/") and "site-packages" not in file:
+    own = {"lib", "run", *(file.stem for file in ROOT.glob("*.py"))}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in own:
             del sys.modules[name]
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     os.chdir(folder)
@@ -80,10 +80,10 @@ def plain(tiny, tmp_path_factory):
     return folder
 
 
-def commands(tiny, out, more):
+def commands(tiny, out, more, *scored):
     keys = f"--methods={METHODS} --schedule_steps=3 --log_every_steps=1 --val_every_steps=9 {more}"
     train = [("train", flags(tiny, out, f"{keys} --max_steps={n}"), 0) for n in (2, 3)]
-    return [*train, ("eval", [out, "--tasks=none"], 0)]
+    return [*train, ("eval", [out, *scored, "--tasks=none"], 0)]
 
 
 def figures(out, student):
@@ -107,15 +107,10 @@ def test_an_edit_of_the_page(name, more, same, then, tiny, plain, tmp_path):
     earlier = shutil.copytree(plain / "out", folder / "earlier")
     for student in METHODS.split(","):
         shutil.rmtree(earlier / student / "checkpoints/step_00000003")
-    goes_on = flags(tiny, earlier, f"--methods={METHODS} --schedule_steps=3 --max_steps=3 {more}")
-    printed = run_all(
-        folder,
-        [
-            *commands(tiny, folder / "out", more),
-            ("eval", [earlier, "--tasks=none"], 0),
-            ("train", goes_on, int(then.startswith("!"))),
-        ],
-    )
+    key = more if "lr_schedule" in more else ""
+    goes_on = flags(tiny, earlier, f"--methods={METHODS} --schedule_steps=3 --max_steps=3 {key}")
+    last = ("train", goes_on, int(then.startswith("!")))
+    printed = run_all(folder, [*commands(tiny, folder / "out", more, earlier), last])
     assert then.removeprefix("!") in printed
     expected = figures(plain / "out", "alra")
     assert figures(earlier, "alra") == expected

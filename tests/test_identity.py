@@ -219,7 +219,7 @@ def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypa
 
     helper = ("parts", "x.square()", "x.abs()")
     assert go("a", (), "--max_steps=3") == 0
-    problem = r"a different run \(mine: edited since: source.parts.square was '\w+', now '\w+'\); "
+    problem = r"a different run \(mine: edited since: parts.square\); "
     for steps in (6, 3):
         with refusal(problem + "choose another out_dir; .*--resume_from=.* --student_weights"):
             go("a", helper, f"--max_steps={steps}")

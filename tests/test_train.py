@@ -33,7 +33,7 @@ from lib.files import read_json
 from lib.hf import weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE
-from model import MLP, Qwen2, Qwen2Config, init_student
+from model import Qwen2, Qwen2Config, StudentMLP, init_student
 from run import checkpoints, exits, identity, log, preflight, students
 from run.methods import compute_dtype, make_method, method_at
 from run.teacher import Teacher, model_flops
@@ -206,8 +206,8 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
     assert states["whole"] == states["stopped"] != 1.0
     assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
     assert_same(tmp_path / "whole", tmp_path / "stopped", "balanced_kl")
-    logged = with_key(tmp_path / "whole", "balanced_kl", "state.average")
-    assert len(logged) == 6 and logged[-1]["state.average"] == states["whole"]
+    logged = with_key(tmp_path / "whole", "balanced_kl", "objective.average")
+    assert len(logged) == 6 and logged[-1]["objective.average"] == states["whole"]
     average = 1.0
     for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
         average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
@@ -1098,7 +1098,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
             method = make_method(name, cfg)
             extras = torch.nn.ModuleDict()
             dtype = torch.bfloat16
-            s = train.Student(name, model, extras, [optimizer], None, "", method, None, dtype, {})
+            s = train.Student(name, model, extras, [optimizer], None, "", method, None, dtype)
             students.append(s)
         model = Qwen2(STUDENT).requires_grad_(False)
         for p in model.parameters():
@@ -1116,7 +1116,7 @@ def test_a_decoder_that_transformers_does_not_compute_is_told(tmp_path, monkeypa
     def gelu(self, x):
         return self.down_proj(torch.nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
 
-    monkeypatch.setattr(MLP, "forward", gelu)
+    monkeypatch.setattr(StudentMLP, "forward", gelu)
     run(tmp_path, "--methods=pretrain --max_steps=1")
     problem = read_json(tmp_path / "pretrain/run.json")["differs_in_transformers"]
     assert re.fullmatch(r"its logits differ by \d+\.\d+%", problem)

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 from torch import nn
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import configure
@@ -39,10 +40,13 @@ from study import scale_teacher
 from tests.world import (
     DEMO,
     V,
+    assert_same,
     config,
     edit,
     final_bits,
+    read_jsonl,
     read_table,
+    records,
     refusal,
     tensor,
     write_text,
@@ -458,3 +462,32 @@ def test_flops_of_a_shape_with_scaled_rotary_angles():
     shape = Qwen2Config(32, 64, 2, 4, 2, vocab_size=50, rope_scaling=LLAMA3)
     plain = dataclasses.replace(shape, rope_scaling=None)
     assert model_flops(shape, 13, True) == model_flops(plain, 13, True) > 0
+
+
+def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_path):
+    """One has a cap on its logits, one a padded vocabulary. Record, cache and eval.py know all."""
+    padded = tmp_path / "padded"
+    small = Qwen2Config(16, 24, 1, 2, 1, vocab_size=V + 8)
+    init_student(small, 3).save_pretrained(padded, load_tokenizer(DEMO))
+    capped = make("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8})
+    names = [f"{tiny}/teacher", capped, f"{padded}"]
+    teacher = load(",".join(names))
+    z = logits_of(teacher.hidden(IDS).flatten(0, 1), teacher.head)
+    one_by_one = [load(name) for name in names]
+    zs = [logits_of(t.hidden(IDS).flatten(0, 1), t.head[:V]) for t in one_by_one]
+    mean = sum(each.double().softmax(-1) for each in zs) / 3
+    assert_close(z.double().exp(), mean, rtol=1e-5, atol=1e-12)
+
+    data = shutil.copytree(tiny / "data", tmp_path / "data")
+    flags = "--methods=vanilla_kd --max_steps=2 --teacher_cache="
+    keys = {"teacher": ",".join(names), "data_dir": data}
+    for cache in ("False", "True"):
+        assert train.distil(config(tiny, tmp_path / cache, flags + cache, **keys)) == 0
+    assert_same(tmp_path / "False", tmp_path / "True", "vanilla_kd", 2)
+    ev.main([f"{tmp_path}/True", "--tasks=none"])
+    values = read_jsonl(tmp_path / "True/vanilla_kd/results.jsonl")[-1]["values"]
+    logged = records(tmp_path / "True", "vanilla_kd")[-1]
+    assert values["teacher_ce"] == pytest.approx(logged["val_teacher_ce"], rel=1e-6)
+    keys["teacher"] = ",".join(names[:2])
+    with refusal("teacher_sha256 was"):
+        train.distil(config(tiny, tmp_path / "True", flags + "True", **keys))

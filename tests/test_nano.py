@@ -37,12 +37,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def nano(stop="never", **settings):
-    """Run nano.py with other settings, up to a line that starts with `stop`.
+    """Run nano.py on the CPU with other settings, up to a line that starts with `stop`.
 
     Returns its variables, and the lines that it printed.
     """
     source = NANO.read_text()
-    for key, value in settings.items():
+    for key, value in {"device": "cpu", **settings}.items():
         source, n = re.subn(rf"^{key} = .*", f"{key} = {value!r}", source, flags=re.M)
         assert n == 1, key
     lines = []

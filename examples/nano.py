@@ -12,8 +12,8 @@ parameters with a teacher of 2.6M, in two to three minutes of CPU time, and prin
     step 480  loss 6.2103  gnorm 1.621  lr 3.00e-04
     step 480  held-out CE 5.6903
 
-The last held-out CE is between 5.6 and 5.8: rounding, which differs between machines, adds up over
-the updates. LESSON.md explains ALRA in words; equations are numbered as in its paper. train.py
+Your digits will differ, in the last line by 0.1 or so: machines round differently, and the updates
+amplify it. LESSON.md explains ALRA in words; equations are numbered as in its paper. train.py
 makes the same updates with `config/demo.py --methods=alra`.
 
 Dimension key: N positions, T time, V vocabulary, k = d_max candidates.

@@ -158,7 +158,7 @@ class BalancedKL(nn.Module):
         z_s, z_t, y, valid = enter(z_s, z_t, y)
         kl_u = vocab.full_kl(z_t, z_s, 1.0)
         loss = leave(kl_u / self.average, valid)
-        self.average.lerp_(valid_mean(kl_u.detach(), valid), 1 - self.decay)
+        self.average = torch.lerp(valid_mean(kl_u.detach(), valid), self.average, self.decay)
         return loss
 
 

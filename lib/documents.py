@@ -169,10 +169,10 @@ def read_document(record, column: str, where: str = "") -> dict:
             text = text[key]
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("contains NUL, as UTF-16 does; write it as UTF-8")
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+        if "\0" in text:
+            raise ValueError("contains NUL, as UTF-16 does; write it as UTF-8")
     except (LookupError, ValueError, TypeError, RecursionError) as error:
         text = ""
         bad = f"cannot be read ({type(error).__name__}: {first_line(error)}), source_text={column}"

@@ -241,7 +241,6 @@ def record_start(out, run):
     """Write run.json and the code that is loaded, and add this start to starts.jsonl."""
     sources = loaded_sources()
     run.facts["code"] = hashes(sources)
-    write_snapshot(out, sources)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
@@ -250,6 +249,7 @@ def record_start(out, run):
     }
     files.write_json(out / "run.json", run.facts)
     files.append_line(out / "starts.jsonl", start | run.facts)
+    write_snapshot(out, sources)
 
 
 def say_summary(students, run):

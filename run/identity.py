@@ -146,7 +146,7 @@ def student_changes(earlier: dict, current: dict) -> dict[str, str]:
     fields = {field.name: field.default for field in dataclasses.fields(Qwen2Config)}
     shape = {key: value for key, value in fields.items() if key in current["shape"]}
     known = as_in_file(settings_of_run(Config())) | earlier | {"shape": shape | earlier["shape"]}
-    common = known.keys() & current.keys()
+    common = [key for key in current if key in known]
     return record_changes(*({key: x[key] for key in common} for x in (known, current)))
 
 

@@ -132,9 +132,8 @@ nowhere.py => nowhere.py: no such config file
 --shard=2 => shard=2: expected a divisor
 --shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
 --min_lr=1 => min_lr=1.0: expected at most
---warmup_steps=4 => warmup_steps=4: expected at most 2
---warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_schedule=cosine lets the rate fall
---lr_schedule=wsd --decay_share=0.5 --warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_s
+--warmup_steps=4 => warmup_steps=4: expected less than schedule_steps=4
+--lr_schedule=linear => lr_schedule=linear: expected cosine, wsd or constant
 --keep_every_steps=3 --checkpoint_every_steps=2 => keep_every_steps=3: expected a multiple of check
 --keep_every_steps=3 --checkpoint_every_steps=none => keep_every_steps=3: expected a multiple
 --resume_from= => resume_from='': expected a value
@@ -471,8 +470,7 @@ teacher: its content has changed since the student was trained
 {EVAL} => set data/val.json tokenizer_sha256="x" => \
 data: rows of another tokenizer than that of run/alra
 {EVAL} => set run/alra/model/config.json rope_theta=2e4 => its model/ is not the one that run
-{EVAL} => set run/alra/run.json made_by.code.model="x" made_by.code.update="x" => \
-run/alra: the decoder was edited since its training: model; --accept_edits
+{EVAL} => set run/alra/model/config.json probe=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1] => restore the classes for students
 {EVAL} --teacher other => {OTHER}/config.json vocab_size=99 => \
 teacher=other: vocabulary of 99, but the tokenizer has 257
 {EVAL} --teacher other => {OTHER}/config.json vocab_size=258 then \

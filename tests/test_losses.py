@@ -255,7 +255,7 @@ def test_choices_are_the_same_in_fp32():
     wide = losses.alra(z_s.double(), z_t.double(), y)
     for key in ("tokens", "support", "d_u"):
         assert torch.equal(getattr(narrow, key), getattr(wide, key))
-    z_s = 0.01 * z_s  # a student at initialisation is all but equally unsure everywhere
+    z_s = 0.03 * z_s  # a student at initialisation is all but equally unsure everywhere
     kept = losses.sekd(z_s, z_t, y) != 0
     wide = losses.sekd(z_s.double(), z_t.double(), y) != 0
     assert torch.equal(kept, wide)

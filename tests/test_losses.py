@@ -85,7 +85,10 @@ def kd(name, z_s, z_t, y, **settings):
 
 
 def assert_near(got, exact, bar, floor=0.0):
-    """The norm of the error is within a share of the norm, and a floor."""
+    """The norm of the error is within a share of the norm, and a floor.
+
+    Not entry by entry: one near 0 is a sum of larger numbers, and has their rounding error.
+    """
     assert (got - exact).norm() <= bar * exact.norm() + floor
 
 
@@ -296,7 +299,7 @@ def test_choices_are_the_same_in_fp32():
     wide = losses.alra(z_s.double(), z_t.double(), y)
     for key in ("tokens", "support", "d_u"):
         assert torch.equal(getattr(narrow, key), getattr(wide, key))
-    z_s = 0.01 * z_s  # a student at initialisation is all but equally unsure everywhere
+    z_s = 0.03 * z_s  # a student at initialisation is all but equally unsure everywhere
     kept = losses.sekd(z_s, z_t, y) != 0
     wide = losses.sekd(z_s.double(), z_t.double(), y) != 0
     assert torch.equal(kept, wide)
@@ -402,8 +405,8 @@ BF16 = 3 * 2**-8  # of a gradient: three times what rounding it to bf16 may add
 FACTOR = {"dkd": 128, "logit_std": 4, "sekd": 20}
 
 # whose gradients are differences of terms up to 15 times as large: of two models near each other,
-# of almost equal tokens (abkd), or of ln p near -100 (reverse_kl)
-CANCEL = {"adakd", "logit_std", "taid", "abkd", "reverse_kl"}
+# of almost equal tokens (abkd, topk_tail), or of ln p near -100 (reverse_kl)
+CANCEL = {"adakd", "dkd", "logit_std", "taid", "abkd", "topk_tail", "reverse_kl"}
 
 
 def assert_near_fp64(name, z_s, z_t, y, bar):

@@ -295,7 +295,7 @@ def assert_read_as_ours(folder):
     assert not loaded["missing_keys"]
     assert not loaded["unexpected_keys"]
     x = torch.tensor([x[:97]])
-    assert_close(load(folder)(x), model(x).logits, rtol=1e-5, atol=1e-5)
+    assert_near(load(folder)(x), model(x).logits, 1e-5)
     return ours
 
 
@@ -316,7 +316,7 @@ def test_the_documented_lines_load_a_student(tmp_path, monkeypatch):
     exec(lines, names)
     x = names["tokenizer"](NASTY, return_tensors="pt").input_ids
     assert x.tolist() == [tokenizer(NASTY).input_ids]
-    assert_close(names["model"](x).logits, student(x), rtol=1e-5, atol=1e-5)
+    assert_near(names["model"](x).logits, student(x), 1e-5)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -349,12 +349,12 @@ def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():
     h = compiled.hidden(x)
     expected = eager.hidden(x)
     assert_close(h, expected, rtol=1e-5, atol=1e-6)
-    h.square().sum().backward()
-    expected.square().sum().backward()
+    h.sum().backward()
+    expected.sum().backward()
     assert counted["unique_graphs"] - before == 1
     for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
         # a key's bias has no gradient but rounding
-        assert_near(p.grad, q.grad, 1e-4, 1e-5)
+        assert_near(p.grad, q.grad, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("kind", [Qwen2, Foreign])

@@ -144,11 +144,22 @@ def assert_same_log(a, b, method, rel):
         assert_close(x, y, rel)
 
 
+# Sums over V = 4,096 tokens in another order differ by eps sqrt(V) = 8e-6. Adam divides two.
+ROUNDING = 2e-5
+
+
+def assert_same_weights(one, many, method, step):
+    """After one update Adam's first moment is the gradient times 0.1, clipped.
+
+    Beside the moments are counts of updates, which have nearly all of the norm.
+    """
+    assert distance(one, many, method, "model", step) < ROUNDING
+    assert distance(one, many, method, "optimizer", step) < 1e-6
+
+
 def assert_same_run(one, many, method, step=4):
-    """After one update Adam's first moment is the gradient times 0.1, clipped."""
-    for kind in ("model", "optimizer"):
-        assert distance(one, many, method, kind, step) < 1e-6
-    assert_same_log(one, many, method, 3e-6)
+    assert_same_weights(one, many, method, step)
+    assert_same_log(one, many, method, ROUNDING)
 
 
 @pytest.mark.slow
@@ -213,7 +224,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
         assert distance(root / "shard", by_one, method) < 1e-6
         n_tokens = read_json(alone / method / "run.json")["valid_tokens"]
         # both were cut between two lines of the log
-        for out, rel in ((root / "cut", 1e-12), (by_one, 1e-6)):
+        for out, rel in ((root / "cut", 1e-12), (by_one, ROUNDING)):
             assert_same_log(root / "shard", out, method, rel)
             assert read_json(out / method / "run.json")["valid_tokens"] == n_tokens > 0
 
@@ -222,8 +233,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
 def test_models_that_transformers_computes_are_sharded_too(together, wide, tmp_path):
     models = dict.fromkeys(("teacher", "student"), wide / "foreign")
     assert train.distil(config(wide, tmp_path, FOREIGN, **models)) == 0
-    for kind in ("model", "optimizer"):
-        assert distance(tmp_path, together[0] / "foreign", "alra", kind, step=1) < 1e-6
+    assert_same_weights(tmp_path, together[0] / "foreign", "alra", step=1)
 
 
 @pytest.mark.slow

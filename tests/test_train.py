@@ -38,6 +38,7 @@ from run import checkpoints, exits, identity, log, preflight, students
 from run.methods import compute_dtype, make_method, method_at
 from run.teacher import Teacher, model_flops
 from tests import world
+from tests.test_losses import assert_near
 from tests.world import (
     DEMO,
     SEQ,
@@ -241,7 +242,7 @@ def gradients(tiny, **keys):
 
 
 def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
-    """Rows are of unequal length. Chunks of positions change rounding alone."""
+    """Rows are of unequal length. Chunks of positions change rounding alone: eps sqrt(V) = 8e-6."""
 
     def vectors(micro_batch, **keys):
         grads = gradients(tiny, batch_rows=16, micro_batch=micro_batch, **keys)
@@ -254,9 +255,10 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
     chunks = vectors(4, group=4, chunk_positions=7)
     for name, vector in one.items():
         for other in (four, sixteen):
-            assert (vector - other[name]).norm() < 1e-6 * vector.norm(), name
+            assert_near(other[name], vector, 1e-5)
         assert (vector - grouped[name]).norm() > 1e-3 * vector.norm(), name
-        assert 0 < (chunks[name] - grouped[name]).norm() < 1e-6 * vector.norm(), name
+        assert_near(chunks[name], grouped[name], 1e-5)
+        assert not torch.equal(chunks[name], grouped[name])
 
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
@@ -362,7 +364,7 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
     big, unused = (torch.nn.Parameter(torch.zeros(n)) for n in (1 << 22, 5))
     big.grad = torch.full_like(big, 1e-4)
     norm = 2**11 * 1e-4
-    for max_norm, scale in ((1.0, 1.0), (0.05, 0.05 / norm)):
+    for max_norm, scale in ((1.0, 1.0), (0.05, 0.05 / (norm + 1e-6))):  # torch adds 1e-6 too
         clipped = train.clip_gradients(iter((big, unused)), max_norm)
         assert clipped.item() == pytest.approx(norm, rel=1e-6)
         assert (big.grad / (1e-4 * scale) - 1).abs().max() < 1e-5

@@ -142,6 +142,8 @@ class Qwen2Config:
         if self.rope_scaling:
             for key in LLAMA3:
                 checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
+            scaling = {"rope_type": "llama3"} | self.rope_scaling  # as transformers needs it
+            object.__setattr__(self, "rope_scaling", scaling)
 
 
 FIELDS = {field.name for field in dataclasses.fields(Qwen2Config)}

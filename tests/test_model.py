@@ -1,5 +1,6 @@
 """The decoder against transformers, weights in and out, students from a seed, and refusals."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -18,10 +19,12 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch._inductor.codegen.cpp import CppScheduling
+from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lib.torch_setup
+import model as model_py
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
@@ -418,3 +421,58 @@ def test_the_first_results_of_a_process_equal_its_second():
         command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_the_reference_logits_are_those_of_transformers(tmp_path):
+    decoder = Qwen2(model_py.SMALL)
+    weights = {}
+    for name, p in decoder.state_dict().items():
+        weights[name] = torch.arange(p.numel()).sin().view(p.shape)
+    decoder.load_state_dict(weights)
+    decoder.save_pretrained(tmp_path / "m")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    z = theirs(torch.arange(16)[None]).logits[0, -2:, 0]
+    assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-5, atol=1e-6)
+
+
+def gelu(self, x):
+    return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_an_edited_student_is_loaded_as_it_was_saved_or_refused(tmp_path, monkeypatch):
+    """One without edits is a model like any other, which later edits leave as it is."""
+    shape = Qwen2Config(16, 24, 2, 2, 1, vocab_size=61)
+    init_student(shape).save_pretrained(tmp_path / "plain")
+    with monkeypatch.context() as edit:
+        edit.setattr(model_py.StudentMLP, "forward", gelu)
+        student = init_student(shape)
+        student.save_pretrained(tmp_path / "edited")
+        assert "probe" in read_json(tmp_path / "edited/config.json")
+        ids = torch.arange(9)[None]
+        assert torch.equal(load(tmp_path / "edited")(ids), student(ids))
+        assert type(load(tmp_path / "plain")) is Qwen2
+        bf16 = Qwen2.from_pretrained(tmp_path / "edited", torch.bfloat16)
+        assert type(bf16) is model_py.StudentDecoder
+    with refusal("edited: restore the classes for students in model.py"):
+        load(tmp_path / "edited")
+    monkeypatch.setattr(model_py.MLP, "forward", gelu)
+    for build in (lambda: load(tmp_path / "plain"), lambda: init_student(shape)):
+        with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):
+            build()
+
+
+@dataclasses.dataclass(frozen=True)
+class WithRank(Qwen2Config):
+    rank: int = 4
+
+
+def test_a_field_of_ones_own_is_saved_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_py, "Qwen2Config", WithRank)
+    monkeypatch.setattr(model_py, "FIELDS", model_py.FIELDS | {"rank"})
+    shape = WithRank(16, 24, 1, 2, 1, vocab_size=61, rank=2)
+    init_student(shape).save_pretrained(tmp_path / "own")
+    assert load_config(tmp_path / "own") == shape
+    older = read_json(tmp_path / "own/config.json")
+    del older["rank"]
+    write_json(tmp_path / "own/config.json", older)
+    assert load_config(tmp_path / "own").rank == 4

@@ -104,7 +104,7 @@ def _moved(method, step, cfg) -> Method:
 def seeded_generator(name, step, cfg) -> torch.Generator:
     """Return the generator of a student's random numbers in update `step`.
 
-    It is seeded for this process's first forward batch; `evaluate_random` seeds it for the next.
+    It is seeded for this process's first forward batch; `seed_next` seeds it for the next.
     Seeds depend on a forward batch's place in the update, and not on how the update is divided into
     micro-batches and processes. Students METHOD@LABEL of one method have the same random numbers.
     """
@@ -261,10 +261,12 @@ class ModuleLoss(HeadLoss):
         n_valid = (y != IGNORE).sum()
         for key, value in state.items():
             sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
+        seed_next(method)
         return loss.detach(), sums, dz.to(dtype)
 
 
 def head_loss(h, w, method, y, compile) -> HeadLoss:
+    """Return the `HeadLoss` of a student, or its `ModuleLoss`."""
     kind = ModuleLoss if isinstance(method.fn, nn.Module) else HeadLoss
     return kind(h, w, method, y, compile)
 
@@ -311,11 +313,17 @@ def parameters_of(method) -> list[Tensor]:
 
 
 def evaluate_random(method, *inputs):
-    """Call `evaluate`, and seed the method's generator for the next forward batch."""
+    """Return what `evaluate` returns, for an objective that draws random numbers."""
     results = evaluate(method, *inputs)
-    generator = method.hyper["generator"]
-    generator.manual_seed(generator.initial_seed() + 1)
+    seed_next(method)
     return results
+
+
+def seed_next(method):
+    """Seed the method's generator, if it has one, for the next forward batch."""
+    generator = method.hyper.get("generator")
+    if generator:
+        generator.manual_seed(generator.initial_seed() + 1)
 
 
 @torch.no_grad()

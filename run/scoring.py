@@ -1,6 +1,5 @@
 """What eval.py and tools check before they use a model."""
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -11,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from run.identity import as_in_file
-from run.results import RUN, training_facts
+from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
 
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
@@ -60,7 +58,7 @@ def open_checkpoint(name) -> Checkpoint:
     if folder.name != "model" and folder.resolve().name == "model":
         folder = folder.resolve()  # the facts of training stand beside it, not beside a link
     student = folder.parent
-    run = training_facts(folder, RUN | {"bos": int | None})
+    run = training_facts(folder)
     if not run:
         results = Path("out/eval", Path(name).resolve().name)
     elif (student / "run.json").is_file():
@@ -74,14 +72,11 @@ def open_checkpoint(name) -> Checkpoint:
     check_vocabulary(name, n_vocab, tokenizer)
     context = inherited(folder).get("max_position_embeddings", math.inf)
     sha256 = weights_hash(model)
-    if run:
-        shape = as_in_file(dataclasses.asdict(model.config))
-        has_shape = run["made_by"]["shape"].items() <= shape.items()
-        if not has_shape or run.get("weights_sha256", sha256) != sha256:
-            raise UserError(
-                f"{name}: its model/ is not the one that run.json describes; the train.py command "
-                "of that run writes it again"
-            )
+    if run.get("weights_sha256", sha256) != sha256:
+        raise UserError(
+            f"{name}: its model/ is not the one that run.json describes; the train.py command of "
+            "that run writes it again"
+        )
     return Checkpoint(
         name, folder, results, run, n_vocab, context, sha256, tokenizer_hash(tokenizer)
     )

@@ -61,7 +61,7 @@ def left_out(paths, folders) -> list[str]:
 
 
 def read_results(folder: Path) -> list[dict]:
-    """Return the results of a folder, oldest first, without those of a student's earlier weights."""
+    """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
     results = []
     for x in read_lines(folder / "results.jsonl", RESULT):

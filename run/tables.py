@@ -166,7 +166,7 @@ def by_method(results: list[dict]) -> pd.DataFrame:
     for x in results:
         key = method_of(x), x["run"].get("seed", 0)
         other = rows.get(key, x)
-        if (other["folder"], other["name"]) != (x["folder"], x["name"]):
+        if other["name"] != x["name"]:
             what = f"{key[0]} with seed {key[1]}"
             raise UserError(f"{other['name']} and {x['name']} both hold {what}; leave one out")
         rows[key] = x
@@ -221,10 +221,11 @@ def layouts(split, methods, reference) -> list[tuple]:
 
     Methods of no other table are in the first one.
     """
-    layout = [(title, names[0], names) for title, where, names in LAYOUT if where == split]
-    elsewhere = {m for _, _, names in layout for m in names} - {"alra"}
-    layout.insert(0, (FIRST[split], reference, methods.difference(elsewhere, sort=False)))
-    tables = [(title, start, [m for m in names if m in methods]) for title, start, names in layout]
+    ablations = LAYOUT[split]
+    elsewhere = {*itertools.chain(*ablations.values())} - {"alra"}
+    tables = [(FIRST[split], reference, methods.difference(elsewhere, sort=False))]
+    for title, names in ablations.items():
+        tables.append((title, names[0], [m for m in names if m in methods]))
     # a table of ALRA alone only if there is no other
     return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
 
@@ -288,7 +289,7 @@ def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
     note = caption(counts)
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
-    if counts.min() == 1 and "ce_half" in students and students["ce_half"].notna().any():
+    if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
     if reference in counts and len(counts) > 1:

@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(name) -> Checkpoint:
-    """Open a student's folder, a checkpoint, a model's folder, a link to one, or a hub id.
+    """Open a student's folder, a checkpoint, a model's folder, or a hub id.
 
     Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if it is not the model
     that the facts of training beside it describe.
@@ -55,8 +55,6 @@ def open_checkpoint(name) -> Checkpoint:
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    if folder.name != "model" and folder.resolve().name == "model":
-        folder = folder.resolve()  # the facts of training stand beside it, not beside a link
     student = folder.parent
     run = training_facts(folder)
     if not run:

@@ -87,14 +87,14 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
-    results = sorted(newest(results), key=table_of)
+    results = sorted(results, key=table_of)
     for (shape, _, protocol), group in itertools.groupby(results, table_of):
         if f"## {shape}" not in lines:
             lines += [f"## {shape}", ""]
-        group = list(group)
-        lines += tables_of_kind(group, reference, metric)
-        codes = [facts.get("code", {}) for x in group for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(codes), *twin_lines(group), ""]
+        students = by_method(group)
+        lines += tables_of_kind(students, reference, metric)
+        codes = [facts.get("code", {}) for x in students.values() for facts in (x, x["run"])]
+        lines += [f"Protocol: {protocol}.", *edit_lines(codes), *twin_lines(students), ""]
     return "\n".join(lines)
 
 
@@ -106,47 +106,26 @@ def table_of(result) -> tuple[str, str, str]:
     return shape, result["kind"], ", ".join(protocol)
 
 
-def newest(results: list[dict]) -> list[dict]:
-    """Return the newest result of each model in each table, oldest first.
+def by_method(results) -> dict:
+    """Return method, seed -> result, in the order of the paper's tables, others as they come.
 
-    A model's scores of tasks are merged: eval.py writes a result for each task.
+    Of a model's results the newest counts, and scores of tasks are merged: eval.py writes a result
+    for each task. Raises `UserError` if results cannot be compared.
     """
-    found = {}
+    rows = {}
     for x in results:
-        key = x["folder"], x["weights_sha256"], *table_of(x)
-        earlier = found.pop(key, x)
-        if x["kind"] in SUITES:
+        key = method_of(x), x["run"].get("seed", 0)
+        earlier = rows.get(key, x)
+        has_same_weights = earlier["weights_sha256"] == x["weights_sha256"]
+        if not has_same_weights and earlier["name"] != x["name"]:
+            what = f"{key[0]} with seed {key[1]}"
+            raise UserError(f"{earlier['name']} and {x['name']} both hold {what}; leave one out")
+        if has_same_weights and x["kind"] in SUITES:
             x = x | {"values": earlier["values"] | x["values"]}
-        found[key] = x
-    return list(found.values())
-
-
-def edit_lines(codes: list[dict[str, str]]) -> list[str]:
-    """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited(codes)
-    return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
-
-
-def twin_lines(results: list[dict]) -> list[str]:
-    """Return a line for the rows whose models have equal weights, if any."""
-    by_weights = {}
-    for x in results:
-        by_weights.setdefault(x["weights_sha256"], []).append(method_of(x))
-    twins = [names for names in by_weights.values() if len(names) > 1]
-    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
-
-
-def tables_of_kind(results, reference, metric) -> list[str]:
-    """Return the tables of results of one kind and protocol."""
-    first = results[0]
-    rows = by_method(results)
-    if first["kind"] == "figures":
-        title = f"### Held-out rows {first['protocol'].get('rows')}"
-        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
-    lines = []
-    for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
-        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
-    return lines
+        rows[key] = x
+    check_comparable(rows.values())
+    order = [*NAMES, *(method for method, _ in rows)]
+    return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
 
 
 def method_of(result) -> str:
@@ -156,25 +135,33 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def by_method(results: list[dict]) -> pd.DataFrame:
-    """Return values by method and seed, in the order of the paper's tables, others as they come.
+def edit_lines(codes: list[dict[str, str]]) -> list[str]:
+    """Return a line on the files that were edited between trainings and scorings, if any."""
+    files = edited(codes)
+    return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
 
-    Of a model whose weights have changed the newest result counts. Raises `UserError` if results
-    cannot be compared.
-    """
-    rows = {}
-    for x in results:
-        key = method_of(x), x["run"].get("seed", 0)
-        other = rows.get(key, x)
-        if other["name"] != x["name"]:
-            what = f"{key[0]} with seed {key[1]}"
-            raise UserError(f"{other['name']} and {x['name']} both hold {what}; leave one out")
-        rows[key] = x
-    check_comparable(rows.values())
-    order = [*NAMES, *(method for method, _ in rows)]
-    keys = sorted(rows, key=lambda key: order.index(key[0]))
-    index = pd.MultiIndex.from_tuples(keys, names=["method", "seed"])
-    return pd.DataFrame([rows[key]["values"] for key in keys], index)
+
+def twin_lines(students: dict) -> list[str]:
+    """Return a line for the rows whose models have equal weights, if any."""
+    by_weights = {}
+    for (method, _), x in students.items():
+        by_weights.setdefault(x["weights_sha256"], []).append(method)
+    twins = [names for names in by_weights.values() if len(names) > 1]
+    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
+
+
+def tables_of_kind(students: dict, reference, metric) -> list[str]:
+    """Return the tables of results of one kind and protocol."""
+    first, *_ = students.values()
+    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
+    rows = pd.DataFrame([x["values"] for x in students.values()], index)
+    if first["kind"] == "figures":
+        title = f"### Held-out rows {first['protocol'].get('rows')}"
+        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
+    lines = []
+    for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
+        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
+    return lines
 
 
 def grid(table: pd.DataFrame) -> list[str]:
@@ -241,8 +228,6 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     split = first["kind"]
     rows = rows.dropna(axis=1)
     tasks = [task for task in SUITES[split] if task in rows]
-    if not tasks:
-        return [f"{title}: no task in common, {split}", ""]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
     n_tasks = len(SUITES[split])

@@ -33,7 +33,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
@@ -43,8 +42,15 @@ sys.path.insert(0, f"{ROOT}")
 import configure
 from configure import Config
 from lib.errors import UserError
-from lib.files import reading
+from lib.files import atomic_write, locked, reading, write_json
+from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
+from losses import resolve
+from run.identity import record_hash
+from run.methods import needs_teacher
+from run.preflight import check_config
+from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
+from study.report import best_settings, report
 
 
 @dataclass
@@ -68,7 +74,7 @@ KINDS = get_type_hints(Spec, include_extras=True)
 OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
-def arguments(argv, load=configure.load) -> tuple:
+def arguments(argv) -> tuple:
     """Return settings of the comparison, and the config of all runs.
 
     With --methods, keys of `_compare` that are about the config's own methods are dropped.
@@ -83,7 +89,7 @@ def arguments(argv, load=configure.load) -> tuple:
             flags[key] = (*flags.get(key, ()), text)
         else:
             flags[key] = parsed(text or "True", KINDS[key])
-    cfg = load(rest)
+    cfg = configure.load(rest)
     keys = {}
     for word in rest:
         if not word.startswith("--"):
@@ -101,19 +107,6 @@ def arguments(argv, load=configure.load) -> tuple:
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg
-
-
-if __name__ == "__main__":
-    configure.check_flags(partial(arguments, load=configure.read_config))
-
-from lib.files import atomic_write, locked, write_json
-from lib.rows import open_rows
-from losses import resolve
-from run.identity import record_hash
-from run.methods import needs_teacher
-from run.preflight import check_config
-from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
-from study.report import best_settings, report
 
 
 def main(argv) -> int:
@@ -146,17 +139,17 @@ def compare(spec, cfg, choices: dict):
     trials = run_trials(spec, cfg, choices)
     chosen = best_settings(trials)
     failed = {x["method"] for x in trials} - chosen.keys()  # in all trials
-    students = plan_students(spec, cfg, chosen)
-    train([s for s in students if s.methods[0] not in failed], cfg, spec)
-    score(students, rows, cfg, spec)
+    planned = plan_students(spec, cfg, chosen)
+    train([s for s in planned if s.methods[0] not in failed], cfg, spec)
+    score(planned, rows, cfg, spec)
     found = on_record(cfg, spec.out)
-    named = []
-    for s in students:
+    students = []
+    for s in planned:
         facts = find(s, found)
-        name = facts["name"] if facts and is_scored(s, facts, rows) else None
-        named.append({"method": s.methods[0], "seed": s.seed, "name": name})
+        name = facts["name"] if is_scored(s, facts, rows) else None
+        students.append({"method": s.methods[0], "seed": s.seed, "name": name})
     plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps}
-    write_json(spec.out / "plan.json", plan | {"students": named, "trials": trials})
+    write_json(spec.out / "plan.json", plan | {"students": students, "trials": trials})
 
 
 def write_config(file, cfg):

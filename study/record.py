@@ -107,6 +107,6 @@ def is_scored(student: Config, facts: dict, rows) -> bool:
     rows  [n_rows, row_len] uint32
     """
     rows_sha256 = hashlib.sha256(rows.tobytes()).hexdigest()
-    dtype = facts["scores"].get("protocol", {}).get("dtype")
+    dtype = facts.get("scores", {}).get("protocol", {}).get("dtype")
     scored = (dtype, facts.get("rows_sha256"), facts.get("teacher_sha256"))
     return "why" in facts or scored == ("float32", rows_sha256, content_hash(student.teacher))

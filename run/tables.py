@@ -93,8 +93,8 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
             lines += [f"## {shape}", ""]
         students = by_method(group)
         lines += tables_of_kind(students, reference, metric)
-        codes = [facts.get("code", {}) for x in students.values() for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(codes), *twin_lines(students), ""]
+        facts = [facts for x in students.values() for facts in (x, x["run"])]
+        lines += [f"Protocol: {protocol}.", *edit_lines(facts), *twin_lines(students), ""]
     return "\n".join(lines)
 
 
@@ -135,9 +135,9 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def edit_lines(codes: list[dict[str, str]]) -> list[str]:
+def edit_lines(facts: list[dict]) -> list[str]:
     """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited(codes)
+    files = edited([x.get("code", {}) for x in facts])
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
 
 

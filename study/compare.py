@@ -47,7 +47,6 @@ from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
 from losses import resolve
 from run.identity import record_hash
-from run.methods import needs_teacher
 from run.preflight import check_config
 from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
 from study.report import best_settings, report
@@ -234,15 +233,13 @@ def plan_students(spec, cfg, chosen: dict) -> list[Config]:
 def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:
     """Return the config that trains this student alone. It stands for the student in this file.
 
-    METHOD@flops, if METHOD has no teacher, makes more updates, until its FLOPs are those of another
-    student and the teacher.
+    METHOD@flops makes more updates, until its FLOPs are those of a student and the teacher: the
+    METHOD should be one without a teacher.
     """
     name = method + label
     hyper = {name: cfg.settings_of(method) | settings}
     student = replace(cfg, methods=(name,), hyper=hyper, seed=seed)
-    if seed != 1:  # histograms of one seed are drawn
-        student = replace(student, histogram_every_steps=None)
-    if method.endswith("@flops") and not needs_teacher(method):
+    if method.endswith("@flops"):
         of_student, of_teacher = flops(cfg)
         student = scaled(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
     return student

@@ -73,15 +73,15 @@ def report(spec) -> tuple:
     results = pd.DataFrame(students).set_index(["method", "seed"])
     methods = [*results.index.unique("method")]
     start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
-    edited = {x["method"] for x in students if "+" in f"{x['git_commit']}"}
     compared = []
     for title, names, reference in spec.tables or [("Methods", methods, start)]:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
             table = "\n".join(tables.figure_tables(f"## {title}", results.loc[shown], reference))
-            for method in edited:
-                table = table.replace(f"| {method} |", f"| {method} † |")
+            for x in students:
+                if "+" in f"{x['git_commit']}":  # trained with uncommitted edits
+                    table = table.replace(f"| {x['method']} |", f"| {x['method']} † |")
             compared.append(table)
     trials = trial_lines(plan)
     config = plan["config"]
@@ -100,7 +100,7 @@ def report(spec) -> tuple:
         intervals,
         *failed,
         *compared,
-        *tables.edit_lines([x.get("code", {}) for s in students for x in (s, s["scores"])]),
+        *tables.edit_lines([facts for x in students for facts in (x, x["scores"])]),
         COSTS,
         *costs(students),
     ]

@@ -23,8 +23,9 @@ all methods. Students of one seed share a run, and so one pass of the teacher.
 OUT/runs has a folder for each run, with its weights, and OUT/students.jsonl.zst all students and
 trials that have ended; the report is written from it. A student is found there by the record of
 what made it (run/identity.py) and not trained again, so after a kill the same command continues,
-and a command with some of the methods (such as fit in memory) adds to the same OUT. If students
-lack a result, the report names them and the exit code is 1.
+and a command with some of the methods (such as fit in memory) adds to the same OUT. If one on
+record has the name but another record, it is trained anew, and a line says what differs. If
+students lack a result, the report names them and the exit code is 1.
 """
 
 import itertools

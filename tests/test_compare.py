@@ -137,34 +137,12 @@ def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):
     assert [x["val_ce"] for x in trials] == [4.0, None]
 
 
-def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
-    ces = [("alra", 4.0), ("alra", 3.0), ("alra", 3.0), ("alra", None), ("pd", None)]
-    trials = [{"method": m, "settings": n, "val_ce": ce} for n, (m, ce) in enumerate(ces)]
-    assert reports.best_settings(trials) == {"alra": 1}
-
-
-def test_a_study_has_methods_with_fewer_seeds():
-    spec, students = planned()
-    seeds = {m: [s.seed for s in students if s.methods == (m,)] for m in STUDY.methods}
-    assert seeds == {m: [*range(1, spec.fewer_seeds.get(m, 8) + 1)] for m in STUDY.methods}
-    assert len(students) == 2 * 8 + (9 + 6 + 1) * 5 + 3 * 3
-
-
 def test_flags_override_a_study():
     assert len(planned("--seeds=2")[1]) == 21 * 2
-    assert planned("--out=3")[0].out == Path("3")
+    assert planned("--reference=pd")[0].tables == ()
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
     assert {s.methods for s in students} == {("pd",), ("tad",)}
     assert (spec.tables, compare.values_to_try(spec, STUDY), spec.seeds) == ((), {}, 8)
-
-
-def test_students_have_the_chosen_settings():
-    chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    spec, cfg = compare.arguments(["study/small.py", "--alra.tau=2"])
-    hyper = {s.methods[0]: s.hyper[s.methods[0]] for s in compare.plan_students(spec, cfg, chosen)}
-    assert hyper["pd"] == {"lr": 1e-3}
-    assert hyper["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
-    assert hyper["pretrain@flops"] == {}
 
 
 def test_equal_flops_mean_more_updates_without_a_teacher():
@@ -294,17 +272,6 @@ def test_figures_count_by_their_rows_teacher_and_dtype(tiny, tmp_path):
     assert not record.is_scored(cfg, {}, rows) and record.is_scored(cfg, {"why": WHY}, rows)
 
 
-# --- flags
-
-
-def test_a_reference_makes_one_table(tmp_path):
-    study = tmp_path / "study.py"
-    study.write_text("_compare = {'tables': (('T', ('alra',), 'alra'),)}")
-    argv = ["config/demo.py", str(study)]
-    assert compare.arguments(argv)[0].tables
-    assert compare.arguments([*argv, "--reference=alra"])[0].tables == ()
-
-
 # --- runs
 
 
@@ -386,11 +353,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     assert c["overrides"] == d["overrides"] == best
     assert a["init_sha256"] == c["init_sha256"] != b["init_sha256"] == d["init_sha256"]
     cfg = compare.arguments(argv)[1]
-    costs = [3 * 2 * cfg.seq_len * n for n in record.flops(cfg)]
-    assert [c["student_flops"], c["teacher_flops"]] == costs
-    assert "teacher_flops" not in a
     text = (tmp_path / "README.md").read_text()
-    assert "Trials have 2 updates. CE in nats per token over the first 3 held-out rows" in text
     assert "| alra † | " in text
     scored = compare.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
@@ -533,14 +496,9 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
 
 
 def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, quiet):
-    first = {"git_commit": f"{'a' * 40}+b", "student_flops": 3e9}
-    made_up(tmp_path, {"mine": [5.0, 5.5], "mine@flops": [4.0, 4.0]}, **first)
+    made_up(tmp_path, {"mine": [5.0, 5.5], "mine@flops": [4.0, 4.0]}, git_commit="a+b")
     text = report_of(tmp_path, Spec())
     assert "| mine@flops | -1.2500 ± 3.1766, p 0.1257 |" in text
-    assert "No trials are on record" in text
-    row = "| mine | lr 0.003, pair none, w_kd 0.5 | 3e+09 | 0 | aaaaaaaaaaaa+b | def | 1 | 5.0000 |"
-    assert row in text
-    assert "\n| mine † | " in text
     other = report_of(tmp_path, Spec(reference="mine@flops"))
     assert "| mine † | +1.2500 ± 3.1766, p 0.1257 |" in other
 
@@ -569,9 +527,6 @@ def test_a_report_needs_a_result(tmp_path, quiet):
         report_of(tmp_path)
     made_up(tmp_path, {"alra": [4.0]}, why=WHY)
     with refusal(r"no student has a result .*alra .seed 1.: step 3"):
-        report_of(tmp_path)
-    change_plan(tmp_path, lambda students: [])
-    with refusal(r"no student has a result \[\]; run the same command"):
         report_of(tmp_path)
 
 
@@ -607,15 +562,10 @@ def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, q
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_committed_study_is_what_its_config_and_plan_say(study):
-    plan, students, *_ = reports.read(RESULTS / study)
+    plan = read_json(RESULTS / study / "plan.json")
     planned = compare.plan_students(*compare.arguments(CONFIGS[study]), {})
     named = {(x["method"], x["seed"]) for x in plan["students"]}
     assert {(x.methods[0], x.seed) for x in planned} == named
-    for x in students:
-        made = x["made_by"]
-        assert made["methods"] == x["method"].partition("@")[0]
-        assert (made["seed"], made["schedule_steps"]) == (x["seed"], x["step"])
-        assert x["overrides"].items() <= made["hyper"].items()
     facts = record.read_students(RESULTS / study)
     tried = sorted(x["val_ce"] for x in facts if x["seed"] == 0)
     assert tried == sorted(x["val_ce"] for x in plan["trials"])
@@ -628,11 +578,10 @@ def test_a_committed_study_is_written_anew_byte_for_byte(study, tmp_path):
     out = shutil.copytree(RESULTS / study, tmp_path / study)
     locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     before = {}
-    for file in out.iterdir():
-        if file.suffix != ".png" or locked:  # another matplotlib draws other pixels
+    for file in (*out.glob("*.md"), *out.glob("*.png")):
+        if file.suffix == ".md" or locked:  # another matplotlib draws other pixels
             before[file] = file.read_bytes()
-        if file.suffix in (".md", ".png"):
-            file.unlink()
+        file.unlink()
     assert compare.main([*CONFIGS[study], "--report", f"--out={out}"]) == 0
     assert {file: file.read_bytes() for file in before} == before
 

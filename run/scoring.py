@@ -12,7 +12,7 @@ from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
 from run.identity import as_in_file
-from run.results import RUN, training_facts
+from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
 
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
@@ -49,7 +49,7 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(name) -> Checkpoint:
-    """Open a student's folder, a checkpoint, a model's folder, a link to one, or a hub id.
+    """Open a student's folder, a checkpoint, a model's folder, or a hub id.
 
     Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if it is not the model
     that the facts of training beside it describe.
@@ -57,10 +57,8 @@ def open_checkpoint(name) -> Checkpoint:
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    if folder.name != "model" and folder.resolve().name == "model":
-        folder = folder.resolve()  # the facts of training stand beside it, not beside a link
     student = folder.parent
-    run = training_facts(folder, RUN | {"bos": int | None})
+    run = training_facts(folder)
     if not run:
         results = Path("out/eval", Path(name).resolve().name)
     elif (student / "run.json").is_file():
@@ -74,14 +72,13 @@ def open_checkpoint(name) -> Checkpoint:
     check_vocabulary(name, n_vocab, tokenizer)
     context = inherited(folder).get("max_position_embeddings", math.inf)
     sha256 = weights_hash(model)
-    if run:
-        shape = as_in_file(dataclasses.asdict(model.config))
-        has_shape = run["made_by"]["shape"].items() <= shape.items()
-        if not has_shape or run.get("weights_sha256", sha256) != sha256:
-            raise UserError(
-                f"{name}: its model/ is not the one that run.json describes; the train.py command "
-                "of that run writes it again"
-            )
+    shape = as_in_file(dataclasses.asdict(model.config))
+    of_training = run.get("made_by", {}).get("shape", {})
+    if run.get("weights_sha256", sha256) != sha256 or not of_training.items() <= shape.items():
+        raise UserError(
+            f"{name}: its model/ is not the one that run.json describes; the train.py command of "
+            "that run writes it again"
+        )
     return Checkpoint(
         name, folder, results, run, n_vocab, context, sha256, tokenizer_hash(tokenizer)
     )

@@ -5,7 +5,7 @@ Several seeds of a method make one row with mean and 95 % interval. A table only
 be compared: the same initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
-import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -19,44 +19,43 @@ from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm,
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
-from run.results import left_out, newest, protocol_text, read_results, students_of
+from run.results import left_out, read_results, students_of
 
-# keys of a student's record (`made_by`) in which the rows of a table may differ
-VARIES = ("methods", "hyper", "moving", "source", "shape", "seed")
-OLDER = ("code", "objective", "state")  # keys in records of older versions: hashes of code
+# Keys of a student's record (`made_by`) in which the rows of a table may differ.
+VARIES = ("methods", "hyper", "moving", "source", "shape")
+PER_SEED = ("seed", "init_sha256", "order_sha256")
+OLDER = ("code", "objective", "state")  # of older versions: hashes of code
 FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles of first tables
 
 
 def check_comparable(results):
-    """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
+    """Raise `UserError` if results differ in a fact that must be equal; None is no such fact.
 
-    Records (`made_by`) may only differ in VARIES, and those of a method's seeds in the seed alone.
-    Steps, first weights of a seed, and all that was scored must be equal.
+    Records (`made_by`) may only differ in VARIES, and those of a method's seeds in PER_SEED alone,
+    which must be equal for all methods. Steps and all that was scored must be equal.
     """
     seen = {}
     for x in results:
         run = x["run"]
-        facts = {}
-        record = run.get("made_by", {})
-        for key, value in record.items():
-            if key not in ("seed", "order_sha256", *OLDER):
-                facts[f"{key} of {method_of(x)}" if key in VARIES else key] = value
-        facts |= x["scored"] | {"step": run.get("step")}
-        facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
-        facts[f"order_sha256 of seed {run.get('seed')}"] = record.get("order_sha256")
+        facts = {"step": run.get("step"), "init_sha256": run.get("init_sha256")}
+        facts |= run.get("made_by", {}) | x["scored"]
         if x["kind"] in SUITES:
-            for task, values in x["values"].items():
-                for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                    facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
+            for task, scores in x["values"].items():
+                facts[f"data of {task}"] = scores["data_sha256"]
+                facts[f"prompts of {task}"] = scores["prompts_sha256"]
         for key, value in facts.items():
-            if value is not None:
-                first, folder = seen.setdefault(key, (value, x["folder"]))
-                if first != value:
-                    change = record_changes({key: first}, {key: value})[key]
-                    raise UserError(
-                        f"{folder} and {x['folder']} cannot be compared: {change}; tabulate them "
-                        "apart"
-                    )
+            if value is None or key in OLDER:
+                continue
+            if key in VARIES:
+                key = f"{key} of {method_of(x)}"
+            elif key in PER_SEED:
+                key = f"{key} of seed {run['seed']}"
+            first, folder = seen.setdefault(key, (value, x["folder"]))
+            if first != value:
+                change = record_changes({key: first}, {key: value})[key]
+                raise UserError(
+                    f"{folder} and {x['folder']} cannot be compared: {change}; tabulate them apart"
+                )
 
 
 # --- tables
@@ -64,11 +63,10 @@ def check_comparable(results):
 
 def tabulate(paths, reference="pretrain", metric="acc") -> str:
     """Return the tables of folders with results, as Markdown, and name students without any."""
-    read = functools.cache(read_results)
-    folders = students_of(paths, read)
+    folders = students_of(paths, read_results)
     results = []
     for folder in folders:
-        found = read(Path(folder))
+        found = read_results(Path(folder))
         if not found:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found
@@ -88,50 +86,46 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     methods = {method_of(x) for x in results}
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
-    comparable = {}
-    for x in newest(results):
-        student = x["run"].get("student")
-        shape = f"student={student}" if student else "other models"
-        comparable.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
     lines = []
-    for shape, kind, protocol in sorted(comparable):
+    results = sorted(results, key=table_of)
+    for (shape, _, protocol), group in itertools.groupby(results, table_of):
         if f"## {shape}" not in lines:
             lines += [f"## {shape}", ""]
-        group = comparable[shape, kind, protocol]
-        lines += tables_of_kind(kind, group, reference, metric)
-        codes = [facts.get("code", {}) for x in group for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(codes), *twin_lines(group), ""]
+        students = by_method(group)
+        lines += tables_of_kind(students, reference, metric)
+        facts = [facts for x in students.values() for facts in (x, x["run"])]
+        lines += [f"Protocol: {protocol}.", *edit_lines(facts), *twin_lines(students), ""]
     return "\n".join(lines)
 
 
-def edit_lines(codes: list[dict[str, str]]) -> list[str]:
-    """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited(codes)
-    return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
+def table_of(result) -> tuple[str, str, str]:
+    """Return shape, kind and protocol, which the results of a table have in common."""
+    student = result["run"].get("student")
+    shape = f"student={student}" if student else "other models"
+    protocol = [f"{key} {x}" for key, x in result["protocol"].items() if x is not None]
+    return shape, result["kind"], ", ".join(protocol)
 
 
-def twin_lines(results: list[dict]) -> list[str]:
-    """Return a line for the rows whose models have equal weights, if any."""
-    by_weights = {}
+def by_method(results) -> dict:
+    """Return method, seed -> result, in the order of the paper's tables, others as they come.
+
+    Of a model's results the newest counts, and scores of tasks are merged: eval.py writes a result
+    for each task. Raises `UserError` if results cannot be compared.
+    """
+    rows = {}
     for x in results:
-        by_weights.setdefault(x["weights_sha256"], []).append(method_of(x))
-    twins = [names for names in by_weights.values() if len(names) > 1]
-    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
-
-
-def tables_of_kind(kind, results, reference, metric) -> list[str]:
-    """Return the tables of results of one kind and protocol."""
-    students = by_method(results)
-    first = results[0]
-    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
-    rows = pd.DataFrame([x["values"] for x in students.values()], index)
-    if kind == "figures":
-        title = f"### Held-out rows {first['protocol'].get('rows')}"
-        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
-    lines = []
-    for title, start, names in layouts(kind, rows.index.unique(0), reference):
-        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
-    return lines
+        key = method_of(x), x["run"].get("seed", 0)
+        earlier = rows.get(key, x)
+        has_same_weights = earlier["weights_sha256"] == x["weights_sha256"]
+        if not has_same_weights and earlier["name"] != x["name"]:
+            what = f"{key[0]} with seed {key[1]}"
+            raise UserError(f"{earlier['name']} and {x['name']} both hold {what}; leave one out")
+        if has_same_weights and x["kind"] in SUITES:
+            x = x | {"values": earlier["values"] | x["values"]}
+        rows[key] = x
+    check_comparable(rows.values())
+    order = [*NAMES, *(method for method, _ in rows)]
+    return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
 
 
 def method_of(result) -> str:
@@ -141,23 +135,33 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def by_method(results: list[dict]) -> dict:
-    """Return method, seed -> result, in the order of the paper's tables, others as they come.
+def edit_lines(facts: list[dict]) -> list[str]:
+    """Return a line on the files that were edited between trainings and scorings, if any."""
+    files = edited([x.get("code", {}) for x in facts])
+    return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
 
-    Of a model whose weights have changed the newest result counts. Refuses results that cannot be
-    compared.
-    """
-    rows = {}
-    for x in results:
-        key = method_of(x), x["run"].get("seed", 0)
-        other = rows.get(key, x)
-        if (other["folder"], other["name"]) != (x["folder"], x["name"]):
-            what = f"{key[0]} with seed {key[1]}"
-            raise UserError(f"{other['name']} and {x['name']} both hold {what}; leave one out")
-        rows[key] = x
-    check_comparable(rows.values())
-    order = [*NAMES, *(method for method, _ in rows)]
-    return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
+
+def twin_lines(students: dict) -> list[str]:
+    """Return a line for the rows whose models have equal weights, if any."""
+    by_weights = {}
+    for (method, _), x in students.items():
+        by_weights.setdefault(x["weights_sha256"], []).append(method)
+    twins = [names for names in by_weights.values() if len(names) > 1]
+    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
+
+
+def tables_of_kind(students: dict, reference, metric) -> list[str]:
+    """Return the tables of results of one kind and protocol."""
+    first, *_ = students.values()
+    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
+    rows = pd.DataFrame([x["values"] for x in students.values()], index)
+    if first["kind"] == "figures":
+        title = f"### Held-out rows {first['protocol'].get('rows')}"
+        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
+    lines = []
+    for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
+        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
+    return lines
 
 
 def grid(table: pd.DataFrame) -> list[str]:
@@ -204,10 +208,11 @@ def layouts(split, methods, reference) -> list[tuple]:
 
     Methods of no other table are in the first one.
     """
-    layout = [(title, names[0], names) for title, where, names in LAYOUT if where == split]
-    elsewhere = {m for _, _, names in layout for m in names} - {"alra"}
-    layout.insert(0, (FIRST[split], reference, methods.difference(elsewhere, sort=False)))
-    tables = [(title, start, [m for m in names if m in methods]) for title, start, names in layout]
+    ablations = LAYOUT[split]
+    elsewhere = {*itertools.chain(*ablations.values())} - {"alra"}
+    tables = [(FIRST[split], reference, methods.difference(elsewhere, sort=False))]
+    for title, names in ablations.items():
+        tables.append((title, names[0], [m for m in names if m in methods]))
     # a table of ALRA alone only if there is no other
     return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
 
@@ -222,9 +227,7 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     """
     split = first["kind"]
     rows = rows.dropna(axis=1)
-    tasks = [t for t in SUITES[split] if t in rows]
-    if not tasks:
-        return [f"{title}: no task in common, {split}", ""]
+    tasks = [task for task in SUITES[split] if task in rows]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
     n_tasks = len(SUITES[split])
@@ -234,26 +237,26 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     averages = accs[average].unstack("method", sort=False)
     gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
     ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
+    what = "accuracy in %"
     paper = paper_rows(first["run"].get("student"), split, reference, tasks)
+    if metric != "acc":
+        what += f", {metric} where a task has it"
+        paper = paper[:0]
     lines = []
     for m, row in ours.iterrows():
         lines.append((NAMES.get(m, m), *row))
-        if m in paper.index and metric == "acc":  # the paper's numbers
-            lines.append(("*paper*", *paper.loc[m]))
+        lines += [("*paper*", *cells) for cells in paper[paper.index == m].values]
     table = pd.DataFrame(lines).set_index(0).set_axis(ours.columns, axis=1)
-    what = "accuracy in %"
-    if metric != "acc":
-        what += f", {metric} where a task has it"
     counts = averages.count()
     notes = [caption(counts)]
     if counts.nunique() > 1:
         notes.append(f"n: {', '.join(f'{m} {n}' for m, n in counts.items())}.")
-    for t in tasks:
-        scores = rows[t].iloc[0]  # of as many items as all others
+    for task in tasks:
+        scores = rows[task].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
-            n = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
-            notes.append(f"{COLUMNS[t]}: {n}.")
-    if "*paper*" in table.index:
+            items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
+            notes.append(f"{COLUMNS[task]}: {items}.")
+    if len(table) > len(ours):
         step = first["run"]["step"]
         notes.append(f"Ours after {step:,} updates, the paper's after {UPDATES[split]:,}.")
     return [f"{title}: {what}, {split}", "", *grid(table), "", *notes, ""]
@@ -271,7 +274,7 @@ def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
     note = caption(counts)
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
-    if counts.min() == 1 and "ce_half" in students and students["ce_half"].notna().any():
+    if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
     if reference in counts and len(counts) > 1:
@@ -337,7 +340,7 @@ def scored_on(facts) -> list[str]:
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
     if "documents" in facts:
         n_documents = np.count_nonzero(facts["documents"]["n"])
-        on += f" of {n_documents} documents" if n_documents > 1 else " of one document"
+        on += f" of {n_documents} documents"
         if n_documents < MIN_PARTS:
             on += ", too few for an interval"
     return [f"{on}; {teacher}.", f"{reference_text(facts)}."]

@@ -23,8 +23,9 @@ all methods. Students of one seed share a run, and so one pass of the teacher.
 OUT/runs has a folder for each run, with its weights, and OUT/students.jsonl.zst all students and
 trials that have ended; the report is written from it. A student is found there by the record of
 what made it (run/identity.py) and not trained again, so after a kill the same command continues,
-and a command with some of the methods (such as fit in memory) adds to the same OUT. If students
-lack a result, the report names them and the exit code is 1.
+and a command with some of the methods (such as fit in memory) adds to the same OUT. If one on
+record has the name but another record, it is trained anew, and a line says what differs. If
+students lack a result, the report names them and the exit code is 1.
 """
 
 import itertools
@@ -33,7 +34,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
@@ -43,8 +43,14 @@ sys.path.insert(0, f"{ROOT}")
 import configure
 from configure import Config
 from lib.errors import UserError
-from lib.files import reading
+from lib.files import atomic_write, locked, reading, write_json
+from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
+from losses import resolve
+from run.identity import record_hash
+from run.preflight import check_config
+from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
+from study.report import best_settings, report
 
 
 @dataclass
@@ -68,7 +74,7 @@ KINDS = get_type_hints(Spec, include_extras=True)
 OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
-def arguments(argv, load=configure.load) -> tuple:
+def arguments(argv) -> tuple:
     """Return settings of the comparison, and the config of all runs.
 
     With --methods, keys of `_compare` that are about the config's own methods are dropped.
@@ -76,21 +82,19 @@ def arguments(argv, load=configure.load) -> tuple:
     flags = {}
     rest = []
     for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
+        key, _, text = word.removeprefix("--").partition("=")
         if key not in KINDS or not word.startswith("--"):
             rest.append(word)
         elif key == "tune":
             flags[key] = (*flags.get(key, ()), text)
         else:
-            flags[key] = parsed(text if equals else "True", KINDS[key])
-    cfg = load(rest)
+            flags[key] = parsed(text or "True", KINDS[key])
+    cfg = configure.load(rest)
     keys = {}
     for word in rest:
         if not word.startswith("--"):
             keys["out"] = f"out/compare_{Path(word).stem}"
             keys |= runpy.run_path(word).get("_compare", {})
-        elif word.startswith(("--seed=", "--out_dir=")):
-            raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
             keys = {key: x for key, x in keys.items() if key not in OF_METHODS}
     if "reference" in flags:  # of one table, with all methods
@@ -105,27 +109,14 @@ def arguments(argv, load=configure.load) -> tuple:
     return spec, cfg
 
 
-if __name__ == "__main__":
-    configure.check_flags(partial(arguments, load=configure.read_config))
-
-from lib.files import atomic_write, locked, read_json, write_json
-from lib.rows import open_rows
-from losses import resolve
-from run.identity import content_hash, made_by, record_hash, student_changes
-from run.methods import needs_teacher
-from run.preflight import check_config
-from run.tables import VARIES
-from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
-from study.report import PLAN, best_settings, report
-
-
 def main(argv) -> int:
     spec, cfg = arguments(argv)
     if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its process
         check_config(cfg)
         choices = values_to_try(spec, cfg)  # mistakes show before anything starts
-        check_folder(spec.out)
+        if (spec.out / "README.md").exists() and not (spec.out / "plan.json").exists():
+            raise UserError(f"{spec.out}: has another README.md; set --out to a new folder")
         with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
             compare(spec, cfg, choices)
     failed, text = report(spec)
@@ -133,31 +124,11 @@ def main(argv) -> int:
     return 1 if failed else 0
 
 
-def check_folder(out):
-    """Refuse a folder of other files: the report would replace those of equal names."""
-    file = out / "plan.json"
-    if file.exists():
-        read_json(file, PLAN)
-    elif any(out.glob("[!.]*")):
-        raise UserError(f"{out}: has files, but no plan.json; set --out to a new folder")
-
-
 def compare(spec, cfg, choices: dict):
     """Make trials, students and scores, and write down which students the report shows."""
-    file = spec.out / "plan.json"
-    plan = {
-        "config": asdict(cfg),
-        "trial_steps": spec.trial_steps,
-        "shared": {},
-        "students": [],
-        "trials": [],
-    }
-    if not file.exists():
-        write_json(file, plan)  # the folder is a study's from now on
     (spec.out / "runs").mkdir(exist_ok=True)
     if run("prepare.py", write_config(spec.out / "runs/config.py", cfg)):
         raise UserError("prepare.py: made no rows; see its message above")
-    plan["shared"] = shared_record(cfg, file)
     held_out, _ = open_rows(cfg.data_dir, "val")
     rows = held_out[cfg.val_max_rows or len(held_out) :][: spec.rows]
     if not len(rows):
@@ -165,32 +136,20 @@ def compare(spec, cfg, choices: dict):
             f"val_max_rows={cfg.val_max_rows}: trials use these rows, scores the later ones; "
             f"{cfg.data_dir} has {len(held_out)}"
         )
-    plan["trials"] = run_trials(spec, cfg, choices)
-    chosen = best_settings(plan["trials"])
-    failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
-    students = [s for s in plan_students(spec, cfg, chosen) if s.methods[0] not in failed]
-    train(students, cfg, spec)
-    score(students, rows, cfg, spec)
+    trials = run_trials(spec, cfg, choices)
+    chosen = best_settings(trials)
+    failed = {x["method"] for x in trials} - chosen.keys()  # in all trials
+    planned = plan_students(spec, cfg, chosen)
+    train([s for s in planned if s.methods[0] not in failed], cfg, spec)
+    score(planned, rows, cfg, spec)
     found = on_record(cfg, spec.out)
-    for s in students:
+    students = []
+    for s in planned:
         facts = find(s, found)
         name = facts["name"] if is_scored(s, facts, rows) else None
-        plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
-    write_json(file, plan)
-
-
-def shared_record(cfg, file) -> dict:
-    """Return what all students share. Raises `UserError` if the study in the folder has another."""
-    shared = made_by(cfg, cfg.methods[0]) | {"teacher_sha256": content_hash(cfg.teacher)}
-    for key in {*VARIES} - {"shape"}:
-        del shared[key]
-    earlier = read_json(file).get("shared")
-    phrases = student_changes(earlier or shared, shared).values()
-    if phrases:
-        raise UserError(
-            f"{file.parent}: has another study ({'; '.join(phrases)}); set --out to another folder"
-        )
-    return shared
+        students.append({"method": s.methods[0], "seed": s.seed, "name": name})
+    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps}
+    write_json(spec.out / "plan.json", plan | {"students": students, "trials": trials})
 
 
 def write_config(file, cfg):
@@ -221,9 +180,9 @@ def values_to_try(spec, cfg) -> dict:
         method, _, setting = key.rpartition(".")
         name = method or cfg.methods[0]  # rates are tried with the first method
         resolve(name)  # refuses an unknown name
-        for value in map(literal, values.split(",")):
-            choices.setdefault(method, {}).setdefault(setting, []).append(value)
-            if name in cfg.methods:
+        tried = choices.setdefault(method, {})[setting] = [*map(literal, values.split(","))]
+        if name in cfg.methods:
+            for value in tried:
                 check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
     if choices and [*choices.get("", ())] != ["lr"]:
         expected = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
@@ -239,30 +198,26 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
-    trials = try_points(points, cfg, spec)
-    for m, best in best_settings(trials).items():
+    for m, best in best_settings(try_points(points, cfg, spec)).items():
         own = choices.get(m, {})
         for values in itertools.product(*own.values()):
             points.append((m, best | dict(zip(own, values, strict=True))))
-    return try_points(points, cfg, spec, len(trials))
+    return try_points(points, cfg, spec)
 
 
-def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
-    """Train the trials that are not on record. Return method, settings and CE of each one.
-
-    n_tried  trials that this command has started before, the first ones of `points`
-    """
+def try_points(points: list, cfg, spec) -> list[dict]:
+    """Train the trials that are not on record. Return method, settings and CE of each one."""
     students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, record_hash(record_of(student))), (student, settings))
-    train([student for student, _ in students.values()][n_tried:], cfg, spec)
+    train([student for student, _ in students.values()], cfg, spec)
     found = on_record(cfg, spec.out)
     trials = []
     for (method, _), (student, settings) in students.items():
         facts = find(student, found)
-        ce = facts["val_ce"] if facts and "why" not in facts else None
+        ce = None if "why" in facts else facts.get("val_ce")
         trials.append({"method": method, "settings": settings, "val_ce": ce})
     return trials
 
@@ -279,15 +234,13 @@ def plan_students(spec, cfg, chosen: dict) -> list[Config]:
 def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:
     """Return the config that trains this student alone. It stands for the student in this file.
 
-    METHOD@flops, if METHOD has no teacher, makes more updates, until its FLOPs are those of another
-    student and the teacher.
+    METHOD@flops makes more updates, until its FLOPs are those of a student and the teacher: the
+    METHOD should be one without a teacher.
     """
     name = method + label
     hyper = {name: cfg.settings_of(method) | settings}
     student = replace(cfg, methods=(name,), hyper=hyper, seed=seed)
-    if seed != 1:  # histograms of one seed are drawn
-        student = replace(student, histogram_every_steps=None)
-    if method.endswith("@flops") and not needs_teacher(method):
+    if method.endswith("@flops"):
         of_student, of_teacher = flops(cfg)
         student = scaled(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
     return student
@@ -298,20 +251,19 @@ def scaled(cfg, ratio: float, *keys: str) -> Config:
 
 
 def train(students: list[Config], cfg, spec):
-    """Train the students that are not on record.
+    """Train the students that are not on record, and say in what those of their names differ.
 
     Students that differ only in method and settings share a run. Those with a label share other
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
     found = on_record(cfg, spec.out)
     missing = {record_hash(record_of(s)): s for s in students if not find(s, found)}
-    aside = [s for s in missing.values() if any(changes(s, x) == {"source"} for x in found)]
-    if aside:
-        names = ", ".join(f"{s.methods[0]} (seed {s.seed})" for s in aside)
-        print(f"{names}: trained anew, as the objective was edited since")
     runs = {}
     for s in missing.values():
         runs.setdefault((s.seed, s.max_steps, "@" in s.methods[0]), []).append(s)
+        for x in found:
+            if (x["method"], x["seed"]) == (s.methods[0], s.seed):
+                print(f"{x['name']} is not used: {'; '.join(changes(s, x).values())}")
     for (seed, *_), members in runs.items():
         hyper = {}
         for s in members:
@@ -330,11 +282,7 @@ def score(students: list[Config], rows, cfg, spec):
         facts = find(s, found)
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
-            folder = spec.out / "runs" / run_name / facts["method"]
-            if folder.is_dir():
-                folders.append(folder)
-            else:
-                print(f"{folder}: not there any more, so it cannot be scored on these rows")
+            folders.append(spec.out / "runs" / run_name / facts["method"])
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)

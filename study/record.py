@@ -12,28 +12,14 @@ from pathlib import Path
 import zstandard
 
 from configure import Config
-from lib.errors import UserError
-from lib.files import atomic_write, check_kinds, read_json, reading
-from run.identity import RUN_FILE, content_hash, made_by, student_changes, student_shape
+from lib.files import atomic_write, read_json, reading
+from run.identity import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
 from run.teacher import model_flops, teacher_flops
 
 FILE = "students.jsonl.zst"
 LEVEL = 12  # of all writes: an unchanged beginning then has the same bytes, which git stores once
 TRIAL_SEED = 0  # of all trials; students have seeds from 1 on
-STUDENT = {  # what is read from a line
-    "name": str,
-    "method": str,
-    "seed": int,
-    "machine": str,
-    "git_commit": str | None,
-    "config": {"seed": int, "max_steps": int, "val_max_rows": int | None},
-    "made_by": {"lr": float, "hyper": dict},
-    "val_ce": float | None,  # of the last validation
-    "scores": dict,  # how the figures were computed
-    "student_flops": float,
-    "log": list,
-}
 
 
 def read_students(out) -> list[dict]:
@@ -41,10 +27,8 @@ def read_students(out) -> list[dict]:
     file = out / FILE
     if not file.exists():
         return []
-    with reading(file):
-        lines = zstandard.decompress(file.read_bytes()).splitlines()  # refuses a file that was cut
-        students = [json.loads(line) for line in lines]
-    return [check_kinds(x, STUDENT, file) for x in students]
+    with reading(file):  # refuses a file that was cut
+        return [json.loads(x) for x in zstandard.decompress(file.read_bytes()).splitlines()]
 
 
 def write_students(out, students: list[dict]):
@@ -57,16 +41,14 @@ def record_of(student: Config) -> dict:
     return made_by(student, student.methods[0])
 
 
-def changes(student: Config, facts: dict) -> set[str]:
-    """Return the keys in which a student differs from one on record.
+def changes(student: Config, facts: dict) -> dict[str, str]:
+    """Return a phrase for each fact in which a student differs from one on record.
 
     A trial must also have been judged by the same rows.
     """
-    keys = {*student_changes(facts["made_by"], record_of(student))}
-    for key in ("max_steps", "val_max_rows")[: 1 + (student.seed == TRIAL_SEED)]:
-        if facts["config"][key] != getattr(student, key):
-            keys.add(key)
-    return keys
+    keys = ("max_steps", "val_max_rows") if student.seed == TRIAL_SEED else ("max_steps",)
+    steps = [{key: x[key] for key in keys} for x in (facts["config"], vars(student))]
+    return student_changes(facts["made_by"], record_of(student)) | record_changes(*steps)
 
 
 def find(student: Config, students: list[dict]) -> dict:
@@ -75,43 +57,32 @@ def find(student: Config, students: list[dict]) -> dict:
 
 
 def on_record(cfg, out) -> list[dict]:
-    """Return the students on record, after adding those of the runs that ended.
-
-    A run that cannot be read is renamed, so that its students are made again.
-    """
-    students = {x["name"]: x for x in read_students(out)}
-    before = dict(students)
+    """Return the students on record, after adding those of the runs that ended."""
+    before = read_students(out)
+    students = {x["name"]: x for x in before}
     for file in sorted(out.glob("runs/seed*/run.json")):
-        try:
-            students |= {x["name"]: x for x in read_run(file, cfg)}
-        except UserError as error:
-            n_broken = len([*out.glob("runs/broken*")])
-            aside = file.parent.with_name(f"broken{n_broken}_{file.parent.name}")
-            print(f"{error}. Its run is made again, and was moved to {file.parent.rename(aside)}")
-    if students != before:
-        write_students(out, [*students.values()])
-    return [*students.values()]
+        students |= {x["name"]: x for x in read_run(file, cfg)}
+    found = [*students.values()]
+    if found != before:
+        write_students(out, found)
+    return found
 
 
 def read_run(file, cfg) -> list[dict]:
     """Return the students of a run; none until all have ended, as it resumes with all of them."""
-    folders = [file.parent / name for name in read_json(file, RUN_FILE)["config"]["methods"]]
+    folders = [file.parent / name for name in read_json(file)["config"]["methods"]]
     ends = [end for x in folders for end in (x / "run.json", x / "stopped.json") if end.exists()]
-    if len(ends) < len(folders):
-        return []
-    return [read_student(end, cfg) for end in ends]
+    return [read_student(end, cfg) for end in ends] if len(ends) == len(folders) else []
 
 
 def read_student(end: Path, cfg) -> dict:
     """Return a student's facts, figures and log from the folder of `end`."""
     folder = end.parent
     scores = newest_figures(folder)
-    facts = read_json(end, {"nominal_tokens": int, "made_by": dict})
-    facts |= scores.pop("values", {}) | scores.pop("scored", {})
-    for key in ("run", "folder"):
+    facts = read_json(end) | scores.get("values", {}) | scores.get("scored", {})
+    for key in ("values", "scored", "run", "folder"):
         scores.pop(key, None)
-    facts["name"] = f"{folder.name}_{folder.parent.name}"
-    facts["scores"] = scores
+    facts |= {"name": f"{folder.name}_{folder.parent.name}", "scores": scores}
     student, teacher = flops(cfg)
     facts["student_flops"] = student * facts["nominal_tokens"]
     if facts["made_by"].get("teacher_sha256"):
@@ -119,7 +90,7 @@ def read_student(end: Path, cfg) -> dict:
     facts["log"] = read_log(folder)
     ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
     facts["val_ce"] = ces[-1] if ces else None
-    return check_kinds(facts, STUDENT, end)
+    return facts
 
 
 def flops(cfg) -> tuple:
@@ -135,11 +106,7 @@ def is_scored(student: Config, facts: dict, rows) -> bool:
 
     rows  [n_rows, row_len] uint32
     """
-    if "why" in facts:
-        return True
-    if facts["scores"].get("protocol", {}).get("dtype") != "float32":
-        return False
-    expected = {"rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
-    if student.teacher:
-        expected["teacher_sha256"] = content_hash(student.teacher)
-    return expected.items() <= facts.items()
+    rows_sha256 = hashlib.sha256(rows.tobytes()).hexdigest()
+    dtype = facts.get("scores", {}).get("protocol", {}).get("dtype")
+    scored = (dtype, facts.get("rows_sha256"), facts.get("teacher_sha256"))
+    return "why" in facts or scored == ("float32", rows_sha256, content_hash(student.teacher))

@@ -4,14 +4,14 @@ plan.json, written by study/compare.py, has the config, the trials, and the meth
 each student of the tables.
 """
 
+import math
+
 import pandas as pd
 
 from lib.errors import UserError
 from lib.files import atomic_write, read_json
 from run import tables
 from study.record import TRIAL_SEED, read_students
-
-PLAN = {"config": dict, "trial_steps": int, "students": list, "trials": list}
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
@@ -50,22 +50,21 @@ teacher alone). docs/running.md explains them.
 def read(out) -> tuple:
     """Return the plan, its students, other students, and lines on those without a result."""
     remedy = "run the same command without --report"
-    plan = read_json(out / "plan.json", PLAN, remedy)
-    untrained = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
-    found = {x["name"]: x for x in read_students(out)}
+    plan = read_json(out / "plan.json", remedy=remedy)
+    others = {x["name"]: x for x in read_students(out) if x["seed"] != TRIAL_SEED}
+    found = dict(others)
     students = []
-    failed = [f"- {m}: not trained, as all of its trials failed" for m in sorted(untrained)]
+    failed = []
     for x in plan["students"]:
-        facts = found.get(x["name"], {"why": "no result; see what its run has printed"})
+        others.pop(x["name"], None)
+        facts = found.get(x["name"], {"why": "no result; see what its runs have printed"})
         if "why" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['why']}")
         else:
             students.append(facts | x)
     if not students:
         raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
-    shown = {x["name"] for x in plan["students"]}
-    others = [x for x in found.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
-    return plan, students, others, failed
+    return plan, students, [*others.values()], failed
 
 
 def report(spec) -> tuple:
@@ -101,7 +100,7 @@ def report(spec) -> tuple:
         intervals,
         *failed,
         *compared,
-        *tables.edit_lines([x.get("code", {}) for s in students for x in (s, s["scores"])]),
+        *tables.edit_lines([facts for x in students for facts in (x, x["scores"])]),
         COSTS,
         *costs(students),
     ]
@@ -114,23 +113,22 @@ def report(spec) -> tuple:
 
 def costs(students: list[dict]) -> list[str]:
     """Return a table of what made the students, and what each one cost."""
-    rows = []
-    for x in students:
-        record = x["made_by"]
-        row = {
+    table = pd.DataFrame(
+        {
             "": x["method"],
-            # a student's own lr, if it was set, is among its settings
-            "settings": settings_text({"lr": record["lr"]} | dict(sorted(record["hyper"].items()))),
+            "settings": settings_text(  # a student's own lr, if it was set, is among them
+                {"lr": x["made_by"]["lr"]} | dict(sorted(x["made_by"]["hyper"].items()))
+            ),
             "student FLOPs": f"{x['student_flops']:.3g}",
             "teacher FLOPs": f"{x.get('teacher_flops', 0):.3g}",
             "trained by": short(x["git_commit"]),
             "scored by": short(x["scores"].get("git_commit")),
             "seeds": f"{x['seed']}",
-            "CE": f"{x.get('ce', float('nan')):.4f}",
+            "CE": f"{x.get('ce', math.nan):.4f}",
             "names": x["name"],
         }
-        rows.append(row)
-    table = pd.DataFrame(rows)
+        for x in students
+    )
     table = table.groupby([*table][:6], sort=False, as_index=False).agg(", ".join)
     return [*tables.grid(table.set_index("")), ""]
 
@@ -163,24 +161,18 @@ def trial_lines(plan: dict) -> list[str]:
     cells = {}
     for x in trials:
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
-        if x["settings"] == best.get(x["method"]):
-            text = f"**{text}**"
-        own = dict(x["settings"])
-        lr = own.pop("lr")
-        cells[f"{x['method']} {settings_text(own)}".strip(), lr] = text
+        stars = "**" if x["settings"] == best.get(x["method"]) else ""
+        own = {key: value for key, value in x["settings"].items() if key != "lr"}
+        row = f"{x['method']} {settings_text(own)}".strip()
+        cells[row, x["settings"]["lr"]] = stars + text + stars
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
     rates = [*table]
     tried = [x["method"] for x in trials]
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
-    chosen = chosen or ["None, as all trials failed."]
     at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:
-        wider = [f"{rates[0] / 3:.3g}", *map(str, rates), f"{3 * rates[-1]:.3g}"]
-        advice = (
-            f"The rate of {', '.join(at_an_end)} is the lowest or highest tried, and one beyond "
-            f"may be better: --tune=lr={','.join(wider)}"
-        )
+        advice = f"The rate of {', '.join(at_an_end)} is the lowest or highest tried: try others."
     return [
         "## Trials\n",
         f"Trials have {plan['trial_steps']:,} updates. CE in nats per token over the first "

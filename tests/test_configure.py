@@ -175,7 +175,6 @@ tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected fl
 tools/sample.py x --prompt=$(printf '\\377') => UserError: --prompt: cannot be used (UnicodeEncodeE
 tools/plot.py x --outt=y => usage: plot.py
 tools/bench.py gpuu => usage: bench.py
-study/compare.py config/demo.py --seeds=0 => UserError: seeds=0: expected
 -c 'import sys; sys.modules["fcntl"] = None; import train' => Windows is not supp
 train.py config/tiny.py => train.py: loading torch
 """

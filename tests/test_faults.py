@@ -448,17 +448,12 @@ tools/plot.py run/alra --text=x => set run/alra/run.json made_by.teacher_sha256=
 teacher: its content has changed since the student was trained
 {NEW} => mkdir new; ln -s ../cfg.py new/.alra-lock => new/.alra-lock: is a link to
 {NEW} => mkdir new; ln cfg.py new/.alra-lock => new/.alra-lock: is a link to
-{COMPARE} => mkdir new; echo mine > new/README.md => new: has files, but no plan.json; set --out to
-{COMPARE} => mkdir -p new/runs; touch new/README.md new/runs/a => new: has files, but no plan.json
-{COMPARE} => mkdir new; echo '{{"mine": 1}}' > new/plan.json => new/plan.json: no ..?config
+{COMPARE} => mkdir new; echo mine > new/README.md => new: has another README.md; set --out to
 {COMPARE} --report => mkdir new; echo mine > new/README.md => new/plan.json: cannot be used
-{COMPARE} --report => mkdir new; echo '{{"mine": 1}}' > new/plan.json => new/plan.json: no ..?config
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
 {BRANCH} => set {STEP}/state.json files_sha256={{}} => state.json: files_sha256: no
 {BRANCH} => set {STEP}/state.json made_by.tokenizer_sha256="x" => tokenizer_sha256 was 'x'
 {BRANCH} => set {STEP}/state.json sums={{"ce":"x"}} => state.json: sums: ce='x': expected
-{SAMPLE} => set run/alra/run.json bos="x" => run/alra/run.json: bos='x': expected int
-{EVAL} => set run/alra/run.json seed=null => run/alra/run.json: seed=None: expected int
 eval.py run/alra => cd run/alra; rm -r model checkpoints => \
 run/alra: no model/ in it, and no checkpoint; has its training begun
 eval.py run --tasks=none => set run/alra/run.json config.data_dir="elsewhere" => \

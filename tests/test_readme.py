@@ -124,7 +124,7 @@ def run(copy, monkeypatch, capfd):
         if script.startswith("examples/"):
             return "run by a test of its own"
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        is_long = script == "study/compare.py" and "study/results/" not in command
+        is_long = script == "study/compare.py" and "--report" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
             return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
         if script == "train.py":

@@ -1,23 +1,17 @@
 """run/tables.py and run/paper.py: results in the paper's rows, and which of them share a table."""
 
-import contextlib
-import dataclasses
 import json
 import math
 import re
-import shutil
 
 import pytest
 
-import configure
 from lib import tasks
 from lib.files import append_line, read_json, read_lines, write_json, write_lines
 from run import tables
-from run.paper import LAYOUT, PAPER
+from run.paper import PAPER
 from tests import world
 from tests.world import read_table, refusal
-
-CONFIG = dataclasses.asdict(configure.Config())
 
 
 def cells(text, start, nth=0):
@@ -32,15 +26,10 @@ def test_the_papers_numbers_agree_with_themselves():
     for _, rows in main.set_index("method").groupby("size"):
         gains = rows["avg"] - rows["avg"]["pretrain"]
         assert (gains - rows["gain"]).abs().max() < 0.0101
-    assert [m for _, _, names in LAYOUT for m in names].count("alra") == 3
     assert len(PAPER) == 2 * (9 + 2 + 10)  # the last: budget and anchoring share one alra
 
 
-MADE_BY = '{"lr": 0.1, "clip": 0.5, "data_sha256": "data", "code": {}, "shape": {}}'
-RESULT = """{
-"protocol": {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512},
-"scored": {"scoring_code": "ours"}
-}"""
+PROTOCOL = {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512}
 
 
 def fake(folder, method, accs, norms=(), seed=1234, split="heldout", student="200m", limit=None):
@@ -49,20 +38,19 @@ def fake(folder, method, accs, norms=(), seed=1234, split="heldout", student="20
     `accs` has the accuracies by task, in %; `norms` has those of another metric, of some tasks.
     """
     teacher = None if method == "pretrain" else "teacher"
-    made_by = {"methods": method, "objective": method, "seed": seed, "teacher_sha256": teacher}
+    made_by = {"methods": method, "seed": seed, "lr": 0.1, "teacher_sha256": teacher}
+    made_by |= {"objective": method, "code": {"model": method}}  # of older versions
     run = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}"}
-    run |= {"step": 7, "overrides": {}, "config": CONFIG, "made_by": json.loads(MADE_BY) | made_by}
+    run |= {"step": 7, "overrides": {}, "made_by": made_by, "code": {"train.py": "a"}}
     scores = {}
     for t, acc in accs.items():
         n_paper = tasks.SUITES[split][t].n_paper
-        scores[t] = {"acc": acc / 100, "n": 500, "n_paper": n_paper, "version": 1.0}
+        scores[t] = {"acc": acc / 100, "n": 500, "n_paper": n_paper}
         scores[t] |= {"data_sha256": t, "prompts_sha256": t}
     for t, norm in norms:
         scores[t]["acc_norm"] = norm / 100
-    result = json.loads(RESULT)
-    result["protocol"]["limit"] = limit
-    result |= {"name": str(folder), "kind": split, "run": run, "values": scores}
-    result["weights_sha256"] = str(folder)
+    result = {"name": str(folder), "kind": split, "run": run, "values": scores, "scored": {}}
+    result |= {"protocol": PROTOCOL | {"limit": limit}, "weights_sha256": str(folder)}
     folder.mkdir(parents=True, exist_ok=True)
     append_line(folder / "results.jsonl", result)
     return folder / "results.jsonl"
@@ -132,7 +120,7 @@ def test_acc_norm_where_a_task_has_it_and_scores_of_first_items(tmp_path):
     mean = (sum(ALL.values()) - ALL["piqa"] - ALL["arc_easy"] + 120) / 9
     shown = [cells(text, "ALRA")[i].strip("*") for i in (1, 2, 6, 10, 11)]
     assert shown == ["20.00", "60.00", "60.00", f"{mean:.2f}", f"+{20 / 9:.2f}"]
-    assert "acc_norm" not in table_of(tmp_path)
+    assert "*paper*" not in text and "acc_norm" not in table_of(tmp_path)
     assert cells(text, "ALRA", 1) == ["ALRA", "77.00", "77.00", "+0.00"]  # a table of its own
     assert re.findall("limit.*", text) == ["limit 60."]
 
@@ -185,22 +173,29 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
 DIFFER = """
 run.init_sha256="other" => init_sha256 of seed 1234
 run.step=8 => step was 7, now 8
-values.arc_challenge.prompts_sha256="other" => prompts_sha256 of arc_challenge
-values.arc_challenge.n=5 => n of arc_challenge, heldout was 500, now 5
+values.arc_challenge.prompts_sha256="other" => prompts of arc_challenge
 run.made_by.lr="other" => lr was .*, now .other
-run.made_by.clip="other" => clip was .*, now .other
-run.made_by.data_sha256="other" => data_sha256 was .*, now .other
-scored.scoring_code="other" => scoring_code was .*, now .other
-run.made_by.code={"train.update":"x"} => edited since: .*train.update
+scored.vocabulary="other" => vocabulary was .3., now .other
 """
 
 
 @pytest.mark.parametrize(("change", "named"), read_table(DIFFER))
 def test_what_cannot_be_compared(tmp_path, change, named):
-    fake(tmp_path / "x", "pretrain", ALL)
-    edit(fake(tmp_path / "y", "alra", ALL), change)
+    edit(fake(tmp_path / "x", "pretrain", ALL), 'scored.vocabulary="3"')
+    edit(fake(tmp_path / "y", "alra", ALL), 'scored.vocabulary="3"', change)
     with refusal(f"{tmp_path}/x and {tmp_path}/y cannot be compared: {named}"):
         table_of(tmp_path)
+
+
+def test_edits_and_equal_weights_are_shown(tmp_path):
+    for method in ("pretrain", "alra", "tad"):
+        file = fake(tmp_path / method, method, ALL)
+    assert "Edited" not in table_of(tmp_path)
+    weights = f'weights_sha256="{tmp_path}/alra"'
+    edit(file, 'run.code={"train.py": "b"}', 'code={"eval.py": "a"}', weights)
+    text = table_of(tmp_path)
+    assert "\nEdited between these trainings and scorings: train.py.\n" in text
+    assert "\nOne student, as the weights are equal: tad, alra.\n" in text
 
 
 def test_a_method_without_a_teacher_does_not_hide_that_two_teachers_differ(tmp_path):
@@ -232,62 +227,36 @@ def test_the_newest_figures_count_and_take_nothing_from_earlier_ones(tmp_path):
     assert "| a | 3.0000 |" in table_of(tmp_path)
 
 
-def test_models_that_share_a_folder_of_results_share_a_table(tmp_path):
-    """As by `eval.py a b --out=DIR`; other rows have a table of their own."""
+def test_other_rows_have_a_table_of_their_own(tmp_path):
+    """Two models share a folder of results, as by `eval.py a b --out=DIR`."""
     for name, ce in (("a", 4.0), ("b", 5.0)):
         figures_of(tmp_path, ce, name, name=name)
-        figures_of(tmp_path, ce + 1, name, "more", "0 to 99 of data/x", name=name)
+    figures_of(tmp_path, 6.0, "a", "more", "0 to 99 of data/x")
     text = table_of(tmp_path)
-    assert [cells(text, x, n)[1] for n in (0, 1) for x in "ab"] == [
-        "4.0000",
-        "5.0000",
-        "5.0000",
-        "6.0000",
-    ]
-    assert re.findall("^### .*", text, re.M) == [
-        f"### Held-out rows 0 to {n} of data/x" for n in (9, 99)
+    shown = [cells(text, *at)[1] for at in (("a", 0), ("b", 0), ("a", 1))]
+    assert shown == ["4.0000", "5.0000", "6.0000"]
+    assert re.findall("Held-out rows .*", text) == [
+        f"Held-out rows 0 to {n} of data/x" for n in (9, 99)
     ]
 
 
-BROKEN = """
-kind="figure" => kind='figure': expected
-protocol=[] => protocol=
-values.piqa.acc="x" => piqa: acc='x': expected float
-values.piqa.n=1.5 => piqa: n=1.5: expected int
-values.piqa=3 => piqa: expected a JSON object
-run.seed=null => seed=None: expected int
-run={"method": "alra"} => no \\['student'\\] in it
-scored=null => scored=None: expected dict
-"""
+def test_results_of_an_older_version_are_refused_in_one_line(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"name": "x", "values": {}}\n')
+    with refusal(f"{tmp_path}/results.jsonl, line 1: no ..kind.. in it; "):
+        table_of(tmp_path)
 
 
-@pytest.mark.parametrize(("change", "message"), read_table(BROKEN))
-def test_broken_results_are_one_line(change, message, tmp_path):
-    edit(fake(tmp_path / "x", "alra", ALL), change)
-    with refusal(f"{tmp_path}/x/results.jsonl.*: {message}.*; "):
-        table_of(tmp_path / "x")
-
-
-def test_results_of_several_protocols_and_commands(tmp_path):
-    """Each protocol has tables of its own; tasks of several commands stand in one row."""
+def test_results_of_several_commands_stand_in_one_row(tmp_path):
     for method in ("pretrain", "alra"):
-        folder = tmp_path / method
-        fake(folder, method, {"piqa": 30.0})
-        fake(folder, method, {"arc_easy": 40.0, "winogrande": 50.0})
-        file = fake(folder, method, dict.fromkeys(tables.SUITES["validation"], 60.0))
-        edit(file, "protocol.max_length=99", "values.piqa.n=5")
-    text = table_of(tmp_path)
-    assert [cells(text, "ALRA", nth)[1:5] for nth in (0, 1)] == [
-        ["40.00", "30.00", "50.00", "40.00"],
-        ["60.00"] * 4,
-    ]
-    assert text.count("max_length 99.") == 1
+        fake(tmp_path / method, method, {"piqa": 30.0})
+        fake(tmp_path / method, method, {"arc_easy": 40.0, "winogrande": 50.0})
+    assert cells(table_of(tmp_path), "ALRA")[1:5] == ["40.00", "30.00", "50.00", "40.00"]
 
 
 @pytest.mark.parametrize(
     ("key", "change"),
     [
-        ("objective", "edited since: gamma"),
+        ("source", "edited since: gamma"),
         ("hyper", "hyper of alra.gamma was 5, now 1"),
         ("shape", "shape of alra.gamma was 5, now 1"),
     ],
@@ -305,17 +274,16 @@ def test_seeds_of_a_method_are_of_one_recipe(key, change, tmp_path):
 def test_gains_over_a_method_that_the_paper_lacks(tmp_path):
     fake(tmp_path / "mine", "mine", ALL)
     fake(tmp_path / "alra", "alra", dict.fromkeys(ALL, 30.0))
-    text = tables.tabulate([str(tmp_path)], reference="mine")
+    text = table_of(tmp_path, reference="mine")
     assert cells(text, "ALRA")[-1] == "+6.00" and cells(text, "*paper*")[-1] == "–"
-    text = tables.tabulate([str(tmp_path)], reference="mine", metric="acc_norm")
-    assert "*paper*" not in text
+    with refusal("--reference main: expected one of alra, mine"):
+        table_of(tmp_path, reference="main")
 
 
 def test_what_may_differ_between_rows(tmp_path):
     fake(tmp_path / "x", "pretrain", ALL)
     varied = [f'run.made_by.{key}="other"' for key in tables.VARIES]
-    shape = 'run.made_by.shape={"hidden_size": 1}'
-    edit(fake(tmp_path / "y", "alra", ALL), *varied, shape, "run.config={}")
+    edit(fake(tmp_path / "y", "alra", ALL), *varied)
     assert "ALRA" in table_of(tmp_path)
 
 
@@ -324,19 +292,11 @@ def test_one_place_for_each_student(tmp_path):
         fake(tmp_path / name / "alra", "alra", ALL)
     with refusal("both hold alra with seed 1234"):
         table_of(tmp_path / "a", tmp_path / "b")
-    # another checkpoint in one folder, as by --out, and the same one after it was trained again
-    for name, message in (("other", "both hold alra"), (f"{tmp_path}/c/alra", "")):
-        fake(tmp_path / "c/alra", "alra", ALL)
-        edit(
-            fake(tmp_path / "c/alra", "alra", ALL | {"piqa": 99.0}),
-            f'name="{name}"',
-            'weights_sha256="x"',
-        )
-        with refusal(message) if message else contextlib.nullcontext():
-            assert "99.00" in table_of(tmp_path / "c")
-        shutil.rmtree(tmp_path / "c")
-    edit(fake(tmp_path / "b/alra", "alra", ALL), "run.overrides.d_max=9")
-    text = table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra")
+    # the same model after it was trained again
+    edit(fake(tmp_path / "a/alra", "alra", ALL | {"piqa": 99.0}), 'weights_sha256="x"')
+    assert "99.00" in table_of(tmp_path / "a")
+    edit(fake(tmp_path / "c/alra", "alra", ALL), "run.overrides.d_max=9")
+    text = table_of(tmp_path / "a", tmp_path / "c", tmp_path / "a/alra")
     assert cells(text, "alra d_max=9")[1] == "20.00"
     fake(tmp_path / "a", "pd", ALL)  # results of its own, as by eval.py --out
     assert "ALRA" not in table_of(tmp_path / "a")

@@ -36,7 +36,7 @@ from run.teacher import (
     load_teacher,
     model_flops,
 )
-from study import scale_teacher
+from study.results.small_surer import scale_teacher
 from tests.test_losses import assert_near
 from tests.world import (
     DEMO,

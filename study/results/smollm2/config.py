@@ -1,17 +1,19 @@
 # The study's main comparison with another teacher: SmolLM2-135M, its 49,152 tokens, English text;
 # students of 6.9M parameters.
 #
-#   python study/compare.py study/smollm2_code.py study/smollm2.py --teacher=DIR --source=FILE
+#   python study/compare.py study/results/smollm2_code/config.py study/results/smollm2/config.py \
+#       --teacher=DIR --source=FILE
 #
 # Nobody can make it again: FILE, of which study/LOG.md has the hash, is lost to others. DIR is what
-# study/smollm2_teacher.py writes. What is not set here is study/smollm2_code.py's, which came
-# later. There are no trials: the settings are from the first trials of study/small.py.
+# study/results/smollm2_code/make_teacher.py writes. What is not set here is set by the config of
+# smollm2_code, which came later. There are no trials: the settings are from the first trials of
+# study/small.py.
 
 data_dir = "data/study_smollm2"
-out_dir = "out/study_smollm2"
 val_share = 0.1
 hyper = {"alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}}
 _compare = {
+    "out": "out/study_smollm2",
     "title": "Another teacher: SmolLM2-135M-Instruct in 4 bits",
     "summary": """\
 Nobody can make this study again: its text, 3,637 English documents (documentation, books, \

@@ -1,6 +1,6 @@
 """Write a teacher with FACTOR times the logits of another one: surer if FACTOR is above 1.
 
-    python study/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
+    python study/results/small_surer/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
 
 The factor multiplies the weight of the final norm, and so all logits. It is the inverse of a
 temperature: no token changes its rank. The copy is in fp32. eval.py prints its CE and entropy:

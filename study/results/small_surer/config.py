@@ -1,15 +1,14 @@
 # Study A again with an overconfident teacher: 1.05 times the logits of demo/teacher, so that its
-# entropy lies 0.18 nats below its CE on the scored rows, as that of SmolLM2 does in
-# study/smollm2.py. What is not set here is study/small.py's: text, students, updates.
+# entropy lies 0.18 nats below its CE on the scored rows, as that of SmolLM2 does in the study
+# "smollm2". What is not set here is study/small.py's: text, students, updates.
 #
-#   python study/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
-#   python study/compare.py study/small.py study/small_surer.py
+#   python study/results/small_surer/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
+#   python study/compare.py study/small.py study/results/small_surer/config.py
 #
 # study/LOG.md has what was expected of the students before there were any.
 
 methods = ("vanilla_kd", "vanilla_kd@kl", "alra", "alra@ce")
 teacher = "data/demo_teacher_surer"
-out_dir = "out/study_surer"
 histogram_every_steps = None
 repeat_rows = False
 
@@ -20,6 +19,7 @@ hyper = {
     "alra": _chosen | {"gamma": 5},
 }
 _compare = {
+    "out": "out/study_surer",
     "title": "An overconfident teacher",
     "summary": """\
 With a teacher made overconfident by 0.18 nats, ALRA's CE minus vanilla KD's is -0.22 ± 0.37 over \

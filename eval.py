@@ -87,11 +87,11 @@ from lib.source import hashes, loaded_sources
 from lib.stats import half_interval
 from lib.tokens import token_bytes
 from lib.vocab import IGNORE
-from run.cache import open_cached, progress
-from run.identity import content_hash
+from run.provenance import content_hash
 from run.results import left_out, students_of
-from run.scoring import Checkpoint, check_content, open_checkpoint
+from run.saved_models import Checkpoint, check_content, open_checkpoint
 from run.teacher import Teacher, check_teacher, load_teacher
+from run.teacher_cache import open_cached, progress
 
 
 def score(args):

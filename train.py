@@ -35,7 +35,7 @@ from lib.head import weight_of
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
 from lib.vocab import IGNORE
-from run import exits, preflight
+from run import exits, startup
 from run.checkpoints import (
     check_methods,
     finish_saving,
@@ -46,7 +46,6 @@ from run.checkpoints import (
     wait_for_writer,
 )
 from run.histograms import log_histograms
-from run.identity import student_shape
 from run.log import (
     UNWRITTEN,
     log_terms,
@@ -55,7 +54,8 @@ from run.log import (
     write_waiting,
 )
 from run.methods import compute_dtype, head_losses, make_method, method_at, method_lines
-from run.preflight import open_teacher
+from run.provenance import student_shape
+from run.startup import open_teacher
 from run.students import Run, Student
 from run.teacher import draw_model, load_model
 from run.validate import validate
@@ -367,7 +367,7 @@ def distil(cfg) -> int:
         stack.callback(wait_for_writer)  # whatever ends the run, and before the lock is released
         parallel.on_first(check_methods, cfg)  # before anything is written there
         stack.enter_context(exits.reported(cfg))
-        preflight.check_config(cfg)
+        startup.check_config(cfg)
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update
         # lowered to a divisor of the share, so that all micro-batches have the same size
         micro_batch = math.gcd(share, cfg.micro_batch or share)
@@ -378,10 +378,10 @@ def distil(cfg) -> int:
 
 def train_students(cfg) -> int:
     """Check the inputs, train, and save the models. Returns the exit code."""
-    rows = preflight.open_data(cfg, "train")
-    val = preflight.open_data(cfg, "val")
-    tokenizer = preflight.checked_tokenizer(cfg, rows, val)
-    run = Run(cfg, preflight.run_facts(cfg, rows))
+    rows = startup.open_data(cfg, "train")
+    val = startup.open_data(cfg, "val")
+    tokenizer = startup.checked_tokenizer(cfg, rows, val)
+    run = Run(cfg, startup.run_facts(cfg, rows))
     rate = learning_rate(cfg.max_steps - 1, cfg)  # refuses an unknown schedule
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         say(

@@ -138,7 +138,7 @@ def sum_gradients(parameters: Iterable[Tensor]):
 def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     """Keep 1 / n of the weights on each process; FSDP2 gathers a layer for its computation.
 
-    root   a `Qwen2`, or a `Foreign` (run/foreign.py)
+    root   a `Qwen2`, or a `Foreign` (run/transformers_models.py)
     n      a divisor of the number of processes; every n consecutive processes hold one copy
     dtype  in which the layers of a student are sent; its gradients are in fp32. None: a frozen
            model, whose layers alone are sharded; embedding and head stay whole everywhere

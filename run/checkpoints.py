@@ -42,8 +42,8 @@ from lib.settings import NonNegativeInt
 from lib.source import edited, hashes, loaded_sources, write_snapshot
 from model import Qwen2
 from run.exits import write_exit
-from run.identity import RUN_FILE, file_hash, record_changes, student_changes
 from run.log import say
+from run.provenance import RUN_FILE, file_hash, record_changes, student_changes
 from run.students import Student, student_facts
 from run.teacher import load_model
 
@@ -229,7 +229,7 @@ def begin_logs(live, run):
         # those of this step were recorded before its update, which comes again
         files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
         if run.cfg.tensorboard or run.cfg.wandb_project:
-            from run.services import services
+            from run.trackers import services
 
             s.services = services(s, run)
     files.truncate_lines(out / "teacher.jsonl", run.step - 1)

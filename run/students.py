@@ -17,7 +17,7 @@ from configure import Config
 from lib import metrics, parallel
 from losses import Method
 from model import Qwen2
-from run.identity import record_hash
+from run.provenance import record_hash
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Student:
     """One method's weights and optimizer, and what is logged about them."""
 
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
-    model: Qwen2  # or a `Foreign` (run/foreign.py)
+    model: Qwen2  # or a `Foreign` (run/transformers_models.py)
     extras: nn.ModuleDict  # modules of the method: trained, in checkpoints, never in model/
     optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path
@@ -69,7 +69,7 @@ class Run:
     """How far a run has come, and what is recorded about it."""
 
     cfg: Config
-    facts: dict  # the provenance of every result (run/preflight.py)
+    facts: dict  # the provenance of every result (run/startup.py)
     step: int = 0  # updates done so far
     valid_tokens: float = 0  # labels so far
     since_log_tokens: float = 0  # labels since the last log entry

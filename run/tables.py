@@ -17,8 +17,8 @@ from lib.metrics import reference_text
 from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
-from run.identity import record_changes
-from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
+from run.paper_numbers import LAYOUT, NAMES, UPDATES, paper_rows
+from run.provenance import record_changes
 from run.results import left_out, read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.

@@ -1,7 +1,8 @@
 """Models of any family, and the frozen teacher: last hidden states, and a head.
 
 The decoder in model.py computes the families of `model.NATIVE`, transformers all others
-(run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
+(run/transformers_models.py). Hidden states travel between devices, not logits: V / D times fewer
+bytes.
 """
 
 import functools
@@ -37,7 +38,7 @@ INHERITED = (
 class Teacher:
     """A frozen model. What it returns is on the students' device, `output_device`."""
 
-    is_stored = False  # True if all hidden states are read from a file (run/cache.py)
+    is_stored = False  # True if all hidden states are read from a file (run/teacher_cache.py)
 
     def __init__(self, model, output_device: torch.device, vocab_size: int | None = None):
         self.model = model
@@ -110,7 +111,7 @@ def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1, as_stude
     if is_native(name):
         decoder = StudentDecoder if as_student else Qwen2
         return decoder.from_pretrained(name, dtype, device, shard)
-    from run.foreign import load_foreign  # few runs need it
+    from run.transformers_models import load_foreign  # few runs need it
 
     return load_foreign(name, dtype, device, shard)
 
@@ -119,7 +120,7 @@ def draw_model(shape, seed: int):
     """Return a student of any family with fresh weights, in fp32 on the CPU."""
     if isinstance(shape, Qwen2Config):
         return init_student(shape, seed)
-    from run.foreign import Foreign
+    from run.transformers_models import Foreign
 
     torch.manual_seed(seed)
     with reading("student", "choose another shape"):
@@ -130,7 +131,7 @@ def load_shape(name):
     """Return the shape of a model of any family, from its config.json."""
     if is_native(name):
         return load_config(name)
-    from run.foreign import foreign_config, shape_of
+    from run.transformers_models import foreign_config, shape_of
 
     return shape_of(foreign_config(name))
 
@@ -144,7 +145,7 @@ def model_flops(shape, seq_len, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
     if isinstance(shape, Qwen2Config):
         return flops_per_token(shape, seq_len, trained)
-    from run.foreign import foreign_flops_per_token
+    from run.transformers_models import foreign_flops_per_token
 
     forward = foreign_flops_per_token(shape)
     return 3 * forward if trained else forward

@@ -22,7 +22,7 @@ all methods. Students of one seed share a run, and so one pass of the teacher.
 
 OUT/runs has a folder for each run, with its weights, and OUT/students.jsonl.zst all students and
 trials that have ended; the report is written from it. A student is found there by the record of
-what made it (run/identity.py) and not trained again, so after a kill the same command continues,
+what made it (run/provenance.py) and not trained again, so after a kill the same command continues,
 and a command with some of the methods (such as fit in memory) adds to the same OUT. If one on
 record has the name but another record, it is trained anew, and a line says what differs. If
 students lack a result, the report names them and the exit code is 1.
@@ -47,8 +47,8 @@ from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
 from losses import resolve
-from run.identity import record_hash
-from run.preflight import check_config
+from run.provenance import record_hash
+from run.startup import check_config
 from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
 from study.report import best_settings, report
 

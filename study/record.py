@@ -13,7 +13,7 @@ import zstandard
 
 from configure import Config
 from lib.files import atomic_write, read_json, reading
-from run.identity import content_hash, made_by, record_changes, student_changes, student_shape
+from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
 from run.teacher import model_flops, teacher_flops
 

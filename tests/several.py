@@ -18,7 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of 
 import configure
 import train
 from lib import parallel
-from run import checkpoints, exits, identity
+from run import checkpoints, exits, provenance
 from tests import world
 
 FORKS = multiprocessing.get_context("fork")
@@ -51,7 +51,7 @@ def work(runs):
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
             checkpoints.file_hash = lambda file: "other"
         code = configure.guard(lambda cfg=cfg: train.distil(cfg))
-        checkpoints.file_hash = identity.file_hash
+        checkpoints.file_hash = provenance.file_hash
         codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)

@@ -18,7 +18,7 @@ import train
 from lib import parallel
 from lib.errors import UserError
 from lib.files import read_json
-from run import cache, preflight, teacher
+from run import startup, teacher, teacher_cache
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import (
@@ -85,7 +85,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     n_rows = []
     plain = results("plain", FLAGS)
     assert results("stores", CACHED) == plain
-    monkeypatch.setattr(preflight, "load_teacher", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(startup, "load_teacher", lambda *_: pytest.fail("loaded"))
     assert results("reads", CACHED) == plain
     assert n_rows[1:] == [24 + 7, 0]  # each row once
 
@@ -93,7 +93,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
 def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
     """Also stored and resumed. The folders' order counts."""
     for name, cut, n in (("train", 60, 97), ("val", 4, 7)):
-        ids = preflight.open_data(config(world, "unused"), name).read(np.arange(n))
+        ids = startup.open_data(config(world, "unused"), name).read(np.arange(n))
         write_rows(tmp_path / "a", name, ids=ids[:cut])
         write_rows(tmp_path / "b", name, ids=ids[cut:], seed=2)
     one = config(world, tmp_path / "one", f"{FLAGS} --methods=vanilla_kd")
@@ -116,9 +116,9 @@ def states_of(cfg, load=True):
     None where it has to compute and `load` is False.
     """
     index = np.arange(7)
-    wanted = {preflight.open_data(cfg, part): index for part in ("train", "val")}
+    wanted = {startup.open_data(cfg, part): index for part in ("train", "val")}
     loads = [lambda: teacher.load_teacher(cfg.teacher, torch.float32, CPU)] if load else []
-    cached = cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, *loads)
+    cached = teacher_cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, *loads)
     if not cached:
         return None
     states = [cached.hidden(rows.batch(index, CPU)[0], rows, index) for rows in wanted]
@@ -128,7 +128,7 @@ def states_of(cfg, load=True):
 def test_once_all_states_are_stored_the_layers_are_gone(world, tmp_path):
     """Also those that refer to themselves, as compiled ones do."""
     cfg = config(world, tmp_path)
-    wanted = {preflight.open_data(cfg, "val"): np.arange(7)}
+    wanted = {startup.open_data(cfg, "val"): np.arange(7)}
     layers = []
 
     def load():
@@ -140,7 +140,7 @@ def test_once_all_states_are_stored_the_layers_are_gone(world, tmp_path):
 
     gc.disable()
     try:
-        assert cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, load)
+        assert teacher_cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, load)
         assert layers and not any(layer() for layer in layers)
     finally:
         gc.enable()
@@ -194,25 +194,25 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
 
 
 def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):
-    begin = cache.States.__init__
+    begin = teacher_cache.States.__init__
 
     def begin_and_remove(self, *args):
         begin(self, *args)
         self.file.unlink()
 
-    monkeypatch.setattr(cache.States, "__init__", begin_and_remove)
+    monkeypatch.setattr(teacher_cache.States, "__init__", begin_and_remove)
     with refusal("states: cannot be written"):
-        cache.fill_cache(config(world, "unused", CACHED))
+        teacher_cache.fill_cache(config(world, "unused", CACHED))
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     cfg = config(world, "unused", CACHED)  # 24 rows, and 7 held-out ones
     forward.limit = 5
     with pytest.raises(AssertionError):
-        cache.fill_cache(cfg)
+        teacher_cache.fill_cache(cfg)
     forward.limit = 99
-    cache.fill_cache(cfg)
-    cache.fill_cache(cfg)
+    teacher_cache.fill_cache(cfg)
+    teacher_cache.fill_cache(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
 
 
@@ -223,7 +223,7 @@ def fill_as(rank, port, argvs):
     stop = parallel.stop
     parallel.stop = lambda: None  # the port serves one start
     for argv in argvs:
-        cache.main(argv)
+        teacher_cache.main(argv)
     stop()
 
 
@@ -238,7 +238,7 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
     port = free_port()
     output = tmp_path / "output"
     processes = [start(fill_as, rank, port, argvs, out=output) for rank in range(2)]
-    cache.fill_cache(config(world, "unused", text))
+    teacher_cache.fill_cache(config(world, "unused", text))
     for process in processes:
         process.join(120)
         process.kill()  # or it would wait on
@@ -265,7 +265,7 @@ def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         argv = flags(tmp_path, tmp_path / str(n_files), text, teacher=make(*kind))
         assert prepare.main(argv) == 0
-        assert cache.main(argv) == 0
+        assert teacher_cache.main(argv) == 0
         assert sum(forward.rows) == 8 + 5
         assert len([*tmp_path.glob("data/teacher_*")]) == n_files
         forward.rows.clear()

@@ -24,7 +24,7 @@ from lib import stats
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
 from lib.stats import estimate, holm, with_half
-from run.identity import content_hash, made_by, record_hash
+from run.provenance import content_hash, made_by, record_hash
 from study import compare, record
 from study import report as reports
 from tests import world

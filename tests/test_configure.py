@@ -169,7 +169,7 @@ def start(arguments, **keys):
 MISTYPED = """
 train.py --lrr=1 => UserError: --lrr=1: no such key 'lrr', did you mean lr? --help
 prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9 => UserError: warmup_
--m run.cache --lrr=1 => UserError: --lrr=1: no such key
+-m run.teacher_cache --lrr=1 => UserError: --lrr=1: no such key
 eval.py x --tasks=foo => UserError: --tasks: no ['foo'] in
 tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected float 0 or more
 tools/sample.py x --prompt=$(printf '\\377') => UserError: --prompt: cannot be used (UnicodeEncodeE

@@ -30,7 +30,7 @@ from lib import files
 from lib.errors import UserError
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
-from run.identity import file_hash
+from run.provenance import file_hash
 from tests import world
 
 CONFIG = """
@@ -200,8 +200,8 @@ tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 tools/plot.py run --out=cfg.py => cfg.py.*File exists
 tools/plot.py cfg.py => cfg.py: expected out/NAME, or a model.s folder
-run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
-run/cache.py cfg.py --shard=2 => shard=2: expected a divisor
+run/teacher_cache.py cfg.py --teacher=none => teacher=None: .*learns from one
+run/teacher_cache.py cfg.py --shard=2 => shard=2: expected a divisor
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
 {PREPARE} --source=~unknown/x => source=~unknown/x: cannot be used .*; expected a file or a hub
 {PREPARE} --source=a/b/c => source=a/b/c: cannot be used .*; expected a file or a hub dataset
@@ -248,7 +248,7 @@ data: val.bin has the rows of train
 data: eos_id=3, the tokenizer has 0; prepare it again
 {NEW} => sed -i 's/\(tokenizer_sha256": "\)./\1x/' data/*.json => \
 tokenizer teacher: not the one that data was prepared with
-run/cache.py cfg.py => sed -i 's/\(tokenizer_sha256": "\)./\1x/' data/*.json => \
+run/teacher_cache.py cfg.py => sed -i 's/\(tokenizer_sha256": "\)./\1x/' data/*.json => \
 tokenizer teacher: not the one that data was prepared with
 {NEW} => fill train 259 => data/train.bin: an id beyond the vocabulary of 259
 {NEW} => echo {{ > teacher/config.json => teacher.*: cannot be used
@@ -428,7 +428,7 @@ contains custom code
 {HALF} => sed -i '2a x' half/alra/log.jsonl => half/alra/log.jsonl, line 3: cannot be used
 {HALF} => : > half/run.json => half/run.json: cannot be used
 {NEW} => chmod 0 {WEIGHTS} => {WEIGHTS}: .*Permission denied
-run/cache.py cfg.py => set teacher/config.json max_position_embeddings=8 => \
+run/teacher_cache.py cfg.py => set teacher/config.json max_position_embeddings=8 => \
 seq_len=16: teacher=teacher supports 8 positions; set a smaller seq_len
 {NEW} => chmod 0 teacher => teacher/config.json: Permission denied
 {NEW} => chmod 0 data/train.bin => data/train.bin: Permission denied

@@ -16,7 +16,7 @@ import losses
 from configure import Config
 from lib import head
 from losses import IGNORE, METHODS
-from run import methods, trial
+from run import methods, objective_trial
 from tests.test_losses import APART, BF16, FIRST_TIER, assert_near
 
 B = 4
@@ -305,4 +305,4 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
     other = drawn("rs_kd") + drawn(step=4) + drawn(seed=5)
     assert len({*first, *other}) == 12
     assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
-    trial.check_settings("mine", 53)
+    objective_trial.check_settings("mine", 53)

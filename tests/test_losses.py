@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import losses
 from lib import vocab
 from losses import IGNORE, METHODS, method_loss
-from run import methods, trial
+from run import methods, objective_trial
 from tests import naive, world
 from tests.world import read_table
 
@@ -743,7 +743,7 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     if message:
         refusal = pytest.raises(ValueError, match=f"^mine.*{message}")
     with refusal:
-        trial.check_settings("mine", 23)
+        objective_trial.check_settings("mine", 23)
 
 
 TEACHES_NOTHING = read_settings("""
@@ -760,7 +760,7 @@ jsd: beta=0.99999999
 @pytest.mark.parametrize(("name", "settings"), TEACHES_NOTHING)
 def test_settings_that_teach_nothing_are_refused(name, settings):
     with pytest.raises(ValueError, match="its gradient is zero at ordinary logits"):
-        trial.check_settings(name, 101, **settings)
+        objective_trial.check_settings(name, 101, **settings)
 
 
 def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
@@ -774,12 +774,12 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
 def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(V, monkeypatch):
     method = losses.Method(lambda *z: losses.alra(*z), in_chunks=True)
     monkeypatch.setitem(METHODS, "mine", method)
-    refused("half a forward batch", trial.check_settings, "mine", V)
+    refused("half a forward batch", objective_trial.check_settings, "mine", V)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_objective_passes_its_trial(name):
-    trial.check_settings(name, 53)
+    objective_trial.check_settings(name, 53)
 
 
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
@@ -897,7 +897,7 @@ def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):
     (code,) = re.findall(r"<!-- chunks -->\n```python\n(.*?)```", page, re.S)
     monkeypatch.setitem(METHODS, "unsure_kl", None)
     mine = world.import_objective(code, tmp_path)
-    trial.check_settings("unsure_kl", 61)
+    objective_trial.check_settings("unsure_kl", 61)
     z_s, z_t, y = case()
     entropies = [-sum(p * math.log(p) for p in z.softmax(-1).tolist()) for z in z_s.double()]
     valid = y != losses.IGNORE

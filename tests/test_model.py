@@ -28,7 +28,7 @@ import model as model_py
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
-from run.foreign import Foreign
+from run.transformers_models import Foreign
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal

@@ -10,7 +10,7 @@ import torch
 import losses
 from lib.files import write_json
 from lib.hf import load_tokenizer
-from run.paper import NAMES
+from run.paper_numbers import NAMES
 from run.validate import VALIDATION_FIGURES
 from tests.world import (
     DEMO,

@@ -37,7 +37,7 @@ from lib.files import read_json, write_json, write_lines
 from lib.hf import load_tokenizer, save_tokenizer
 from lib.rows import PAD
 from lib.tokens import encode_texts, leading_bos
-from run.identity import content_hash
+from run.provenance import content_hash
 from tests.naive import SHORT_FORMS, naive_rows
 from tests.world import (
     EOS,

@@ -335,13 +335,6 @@ def test_imports_point_down_the_five_layers():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("package", ["lib", "run"])
-def test_every_module_of_a_package_is_named(package):
-    (duty,) = re.findall(rf"^- `{package}/`: (.+?)\.$", section("Modules"), re.M | re.S)
-    files = {file.stem for file in (ROOT / package).glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"`(\w+)`", duty)) == files
-
-
 def test_the_choices_name_real_keys():
     choices = [row[-1] for row in cells("Choices that the paper leaves open")]
     text = " ".join(choices)

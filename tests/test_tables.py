@@ -1,4 +1,4 @@
-"""run/tables.py and run/paper.py: results in the paper's rows, and which of them share a table."""
+"""Results in the paper's rows, and which of them share a table."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 from lib import tasks
 from lib.files import append_line, read_json, read_lines, write_json, write_lines
 from run import tables
-from run.paper import PAPER
+from run.paper_numbers import PAPER
 from tests import world
 from tests.world import read_table, refusal
 

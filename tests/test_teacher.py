@@ -25,9 +25,8 @@ from lib.hf import load_tokenizer, weights_hash
 from lib.metrics import logits_of
 from losses import METHODS
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
-from run.foreign import check_logits, is_near
 from run.methods import head_losses
-from run.scoring import open_checkpoint
+from run.saved_models import open_checkpoint
 from run.teacher import (
     INHERITED,
     check_vocabulary,
@@ -36,6 +35,7 @@ from run.teacher import (
     load_teacher,
     model_flops,
 )
+from run.transformers_models import check_logits, is_near
 from study.results.small_surer import scale_teacher
 from tests.test_losses import assert_near
 from tests.world import (

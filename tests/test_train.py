@@ -34,7 +34,7 @@ from lib.hf import weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE
 from model import Qwen2, Qwen2Config, init_student
-from run import checkpoints, exits, identity, log, preflight, students
+from run import checkpoints, exits, log, provenance, startup, students
 from run.methods import compute_dtype, make_method, method_at
 from run.teacher import Teacher, model_flops
 from tests import world
@@ -107,7 +107,7 @@ def break_weights(student):
 
 
 def open_rows(tiny, name="train", **keys):
-    return preflight.open_data(config(tiny, UNUSED, **keys), name)
+    return startup.open_data(config(tiny, UNUSED, **keys), name)
 
 
 def first_rows(rows, n):
@@ -153,7 +153,7 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
     home = torch.device("meta")
     for name, device in (("none", home), ("cpu", CPU)):
         cfg = config(tiny, UNUSED, device="meta", teacher_device=name)
-        teacher = preflight.open_teacher(cfg, None, None)
+        teacher = startup.open_teacher(cfg, None, None)
         assert teacher.model.head.device == device
         h = teacher.hidden(torch.zeros(1, 3, dtype=torch.int64))
         assert teacher.head.device == h.device == home
@@ -232,8 +232,8 @@ def mean_ce(model, rows, n):
 def gradients(tiny, **keys):
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
-    rows = preflight.open_data(cfg, "train")
-    teacher = preflight.open_teacher(cfg, None, None)
+    rows = startup.open_data(cfg, "train")
+    teacher = startup.open_teacher(cfg, None, None)
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
         s.optimizers[0].step = s.optimizers[0].zero_grad = lambda **_: None
@@ -470,7 +470,7 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
 def test_few_validated_rows_are_told(n_rows, half, said, capsys):
     """Those of a validation count, not all that were prepared."""
     val = types.SimpleNamespace(n=20, manifest={"unigram_half": half})
-    preflight.say_precision(types.SimpleNamespace(val_max_rows=n_rows), val)
+    startup.say_precision(types.SimpleNamespace(val_max_rows=n_rows), val)
     assert capsys.readouterr().out[: len(said) or None] == said
 
 
@@ -890,7 +890,7 @@ def test_a_signal_ends_a_run_and_loses_nothing(
     def load(*args):
         if at is None:
             signal.raise_signal(signal.SIGUSR2)
-        return preflight.open_teacher(*args)
+        return startup.open_teacher(*args)
 
     def before(students, step, cfg):
         if at == step:
@@ -1010,7 +1010,7 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, monkeypatch):
         cfg = config(tiny, UNUSED, flags)
         assert train.distil(cfg) == int(fitting)
     with refusal("4 processes with group=4: expected their product to divide"):
-        preflight.check_config(config(tiny, UNUSED, "--batch_rows=8 --micro_batch=4 --group=4"))
+        startup.check_config(config(tiny, UNUSED, "--batch_rows=8 --micro_batch=4 --group=4"))
 
 
 def test_a_process_that_waits_for_others_ends_at_once_at_a_signal(tiny, tmp_path, monkeypatch):
@@ -1041,18 +1041,18 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     """Every key is compared or free, and all content is compared, wherever it has moved."""
 
     def made_by(flags=""):
-        return identity.made_by(config(tiny, finished, flags), "alra")
+        return provenance.made_by(config(tiny, finished, flags), "alra")
 
     record = made_by()
     assert record == read_json(finished / "alra/run.json")["made_by"]
     names = {"--student=32x1x2": "shape", f"--student_weights={tiny}/student": "student_weights"}
     names |= dict.fromkeys(("--alra.gamma=1", "--alra.w_ce=0.5", "--alra.lr=1e-3"), "hyper")
     changed_keys = {flag: re.match(r"--(\w+)", flag)[1] for flag in CHANGES.split()}
-    free = {*identity.FREE.split()}
+    free = {*provenance.FREE.split()}
     assert {*changed_keys.values()} == {*configure.KINDS} - free
     assert free < {*configure.KINDS}
     for flag, name in (names | changed_keys).items():
-        changed = {*identity.record_changes(record, made_by(flag))} - {"order_sha256"}
+        changed = {*provenance.record_changes(record, made_by(flag))} - {"order_sha256"}
         assert changed == {name}
     assert made_by(FREE) == record
     for key in ("data", "teacher"):

@@ -39,11 +39,11 @@ from lib.errors import UserError, note
 from lib.files import read_lines, write_lines, writing
 from lib.metrics import logits_of
 from losses import resolve
-from run.identity import content_hash
 from run.log import LOGGED
-from run.paper import NAMES
+from run.paper_numbers import NAMES
+from run.provenance import content_hash
 from run.results import read_log, students_of
-from run.scoring import check_content, open_checkpoint
+from run.saved_models import check_content, open_checkpoint
 from run.teacher import load_model
 
 # key in log.jsonl, title; the first has a row for itself; other terms follow

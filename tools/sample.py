@@ -47,7 +47,7 @@ if __name__ == "__main__":
 import torch
 
 from lib.metrics import logits_of
-from run.scoring import Checkpoint, open_checkpoint
+from run.saved_models import Checkpoint, open_checkpoint
 
 
 @torch.no_grad()

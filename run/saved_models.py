@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from run.identity import as_in_file
+from run.provenance import as_in_file
 from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
 

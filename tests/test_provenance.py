@@ -1,4 +1,4 @@
-"""What made a student (run/identity.py): which edits count, and what may follow on a run."""
+"""What made a student (run/provenance.py): which edits count, and what may follow on a run."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ import train
 from lib import device, source
 from lib.files import read_json
 from losses import METHODS, Method
-from run import cache, identity, methods, preflight, trial
+from run import methods, objective_trial, provenance, startup, teacher_cache
 from tests import world
 from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
@@ -125,16 +125,16 @@ def test_an_objective_is_known_by_all_that_it_reaches(project, edit):
 
 
 def test_an_objective_reaches_files_of_lib_but_no_other_objective(monkeypatch):
-    names = identity.objective_source("vanilla_kd").keys()
+    names = provenance.objective_source("vanilla_kd").keys()
     common = {"losses.enter", "lib.vocab.full_kl", "losses.cross_entropy", "losses.position_weight"}
     assert {"losses.vanilla_kd", *common} <= names
     assert not {"losses.alra", "losses.mean_loss", "lib.vocab.top"} & names
-    assert "losses.AdaptiveTaid" in identity.objective_source("taid_adaptive")
+    assert "losses.AdaptiveTaid" in provenance.objective_source("taid_adaptive")
     made = {}
     exec("def f(z_s, z_t, y): return z_s", made)
     monkeypatch.setitem(METHODS, "made", Method(made["f"]))
     with refusal("made: its objective is in no file"):
-        identity.objective_source("made")
+        provenance.objective_source("made")
 
 
 def test_a_snapshot_has_all_code_that_is_loaded(project, tmp_path):
@@ -142,7 +142,7 @@ def test_a_snapshot_has_all_code_that_is_loaded(project, tmp_path):
     project()
     sources = source.loaded_sources()
     mine = os.path.relpath(tmp_path / "mine.py", ROOT)
-    assert {mine, "lib/__init__.py", "run/identity.py", "tests/world.py"} <= sources.keys()
+    assert {mine, "lib/__init__.py", "run/provenance.py", "tests/world.py"} <= sources.keys()
     assert not [name for name in sources if "python3" in name]
     source.write_snapshot(tmp_path, sources)
     (file,) = tmp_path.glob("code_*.zip")
@@ -162,24 +162,24 @@ class NewConfig(configure.Config):
 
 def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monkeypatch):
     """Records that are older than the key have its default."""
-    assert {*identity.FREE.split()} < {*configure.KINDS}
+    assert {*provenance.FREE.split()} < {*configure.KINDS}
     kinds = typing.get_type_hints(NewConfig, include_extras=True)
-    for place in (configure, identity):
+    for place in (configure, provenance):
         monkeypatch.setattr(place, "KINDS", kinds)
-    monkeypatch.setattr(identity, "Config", NewConfig)
+    monkeypatch.setattr(provenance, "Config", NewConfig)
 
     def changes(earlier, **keys):
-        settings = identity.settings_of_run(NewConfig(**keys)) | {"shape": {}}
-        return list(identity.student_changes(earlier, settings).values())
+        settings = provenance.settings_of_run(NewConfig(**keys)) | {"shape": {}}
+        return list(provenance.student_changes(earlier, settings).values())
 
-    old = identity.settings_of_run(configure.Config()) | {"shape": {}}
+    old = provenance.settings_of_run(configure.Config()) | {"shape": {}}
     assert "margin" not in old and changes(old) == []
     assert changes(old, margin=0.7) == ["margin was 0.5, now 0.7"]
     for prior in (tmp_path / "prior.npy", tmp_path / "folder/a/prior.npy"):
         prior.parent.mkdir(parents=True, exist_ok=True)
         prior.write_bytes(b"1")
         path = tmp_path / prior.relative_to(tmp_path).parts[0]
-        known = identity.settings_of_run(NewConfig(prior=f"{path}")) | {"shape": {}}
+        known = provenance.settings_of_run(NewConfig(prior=f"{path}")) | {"shape": {}}
         moved = path.rename(path.with_suffix(".moved"))
         assert changes(known, prior=f"{moved}") == []
         for file in (moved, *moved.rglob("*.npy")):
@@ -193,19 +193,19 @@ def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
     """A set would list them in an order that changes with PYTHONHASHSEED."""
     cfg = config(tiny, "unused", **{"methods": "alra", "alra.lr": 1.0})
     order = [*inspect.signature(losses.alra).parameters][3:-1]  # all but `batch`
-    assert [*identity.made_by(cfg, "alra")["hyper"]] == [*order, "lr", "w_kd", "w_ce"]
+    assert [*provenance.made_by(cfg, "alra")["hyper"]] == [*order, "lr", "w_kd", "w_ce"]
 
 
 def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_path, monkeypatch):
     """Also if the file keeps its size within one process."""
     teacher = shutil.copytree(tiny / "teacher", tmp_path / "teacher")
     cfg = config(tiny, "unused", methods="taid", teacher=teacher)
-    before = identity.made_by(cfg, "taid")
+    before = provenance.made_by(cfg, "taid")
     text = (teacher / "config.json").read_text()
     assert "1e-06" in text
     (teacher / "config.json").write_text(text.replace("1e-06", "1e-05"))
     monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving={}))
-    after = identity.made_by(cfg, "taid")
+    after = provenance.made_by(cfg, "taid")
     changed = [key for key in before if before[key] != after[key]]
     assert changed == ["moving", "teacher_sha256"]
 
@@ -250,12 +250,12 @@ def test_a_checkpoint_of_an_older_version_goes_on(tiny, tmp_path, printed):
 
 def test_another_order_of_rows_is_another_student(tiny, monkeypatch):
     cfg = config(tiny, "unused", methods="pretrain")
-    before = identity.made_by(cfg, "pretrain")
-    plain = identity.row_order
-    monkeypatch.setattr(identity, "row_order", lambda *given: plain(*given)[::-1].copy())
-    identity.order_hash.cache_clear()
-    changes = identity.student_changes(before, identity.made_by(cfg, "pretrain"))
-    identity.order_hash.cache_clear()
+    before = provenance.made_by(cfg, "pretrain")
+    plain = provenance.row_order
+    monkeypatch.setattr(provenance, "row_order", lambda *given: plain(*given)[::-1].copy())
+    provenance.order_hash.cache_clear()
+    changes = provenance.student_changes(before, provenance.made_by(cfg, "pretrain"))
+    provenance.order_hash.cache_clear()
     assert [*changes] == ["order_sha256"]
 
 
@@ -286,7 +286,7 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
 def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, printed):
     """Its counts, its advice and its cache follow; a branch of the branch goes on in these rows."""
     read = []
-    batch = preflight.Rows.batch
+    batch = startup.Rows.batch
 
     def watched(rows, index, device):
         if rows.file.endswith("train.bin"):
@@ -299,7 +299,7 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
         return read.copy()
 
     plain = "--methods=vanilla_kd --lr_schedule=constant --warmup_steps=1 --val_every_steps=99"
-    monkeypatch.setattr(preflight.Rows, "batch", watched)
+    monkeypatch.setattr(startup.Rows, "batch", watched)
     go("base", "--max_steps=4")
     data = tmp_path / "data"
     shutil.copytree(tiny / "data", data)
@@ -314,8 +314,8 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
     again = f"{place}/branch/vanilla_kd/checkpoints/step_00000006 --schedule_steps=9"
     assert go("again", f"{again} --max_steps=7 --repeat_rows=True") == [8, 0, 1, 2]
     cfg = config(tiny, tmp_path / "cached", f"{plain} {again} --max_steps=5")
-    rows = preflight.open_data(cfg, "train")
-    index, _ = cache.rows_of_run(cfg, rows, preflight.open_data(cfg, "val")).values()
+    rows = startup.open_data(cfg, "train")
+    index, _ = teacher_cache.rows_of_run(cfg, rows, startup.open_data(cfg, "val")).values()
     assert index.tolist() == [0, 1, 2, 3]
 
 
@@ -325,7 +325,7 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
     monkeypatch.setitem(METHODS, "soft", row)
     line = "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False"
     assert line in methods.method_lines()
-    trial.check_settings("soft", 64, t2_scaling=True)
+    objective_trial.check_settings("soft", 64, t2_scaling=True)
     batch = (*torch.randn(2, 5, 9), torch.arange(5))
     loss, _ = losses.method_loss("soft", *batch)
     expected, _ = losses.method_loss("vanilla_kd", *batch, tau=2.0, w_kd=1.0, w_ce=0.0)

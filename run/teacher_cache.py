@@ -1,6 +1,6 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-    python -m run.cache config/demo.py     fill the cache ahead of runs with teacher_cache=True
+    python -m run.teacher_cache config/demo.py     fill it ahead of runs with teacher_cache=True
 
 DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
@@ -39,9 +39,9 @@ from lib.errors import UserError
 from lib.files import atomic_write, writing
 from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
-from run.identity import content_hash, record_hash
 from run.log import say
-from run.preflight import check_config, checked_tokenizer, open_data, open_teacher, uses_teacher
+from run.provenance import content_hash, record_hash
+from run.startup import check_config, checked_tokenizer, open_data, open_teacher, uses_teacher
 from run.teacher import Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read

@@ -15,9 +15,10 @@ from lib.rows import Rows
 from lib.source import hashes, loaded_sources
 from lib.stats import MIN_PARTS
 from run.checkpoints import branch_point
-from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import compute_dtype, needs_teacher
+from run.objective_trial import check_settings
+from run.provenance import made_by, student_shape
 from run.students import n_validated
 from run.teacher import (
     Teacher,
@@ -27,7 +28,6 @@ from run.teacher import (
     check_vocabulary,
     load_teacher,
 )
-from run.trial import check_settings
 
 # Config keys that may differ between processes: devices, and paths, whose content is compared.
 OWN = (
@@ -84,7 +84,7 @@ def open_teacher(cfg, rows, val):
 
     if not cfg.teacher_cache:
         return load()
-    from run.cache import open_cached, rows_of_run  # few runs need it
+    from run.teacher_cache import open_cached, rows_of_run  # few runs need it
 
     wanted = rows_of_run(cfg, rows, val)
     size = cfg.micro_batch or min(cfg.batch_rows, 16)
@@ -182,7 +182,7 @@ def say_precision(cfg, val):
 def run_facts(cfg, rows) -> dict:
     """Return the provenance of every result of the run, with each student's `made_by`.
 
-    Raises `UserError` if the processes do not agree on the records (run/identity.py) or the code.
+    Raises `UserError` if the processes do not agree on the records (run/provenance.py) or the code.
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
     code = hashes(loaded_sources())

@@ -95,6 +95,8 @@ def arguments(argv) -> tuple:
         if not word.startswith("--"):
             keys["out"] = f"out/compare_{Path(word).stem}"
             keys |= runpy.run_path(word).get("_compare", {})
+        elif word.startswith(("--seed=", "--out_dir=")):
+            raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
             keys = {key: x for key, x in keys.items() if key not in OF_METHODS}
     if "reference" in flags:  # of one table, with all methods

@@ -17,22 +17,13 @@ Dimension key: B batch, T time, N positions, V vocabulary, D width.
 import argparse
 import hashlib
 import json
-import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
 
 import configure
 from lib.errors import UserError, note
-from lib.tasks import (
-    NO_STORYCLOZE,
-    SUITES,
-    Items,
-    choose_tasks,
-    find_storycloze,
-    read_config,
-    read_items,
-)
+from lib.tasks import NO_STORYCLOZE, SUITES, OpenTask, choose_tasks, open_task
 
 
 def arguments(argv) -> argparse.Namespace:
@@ -43,8 +34,8 @@ def arguments(argv) -> argparse.Namespace:
     )
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
-    add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
-    add("--storycloze", help="your copy of StoryCloze: .csv or .jsonl")
+    add("--data_dir", help="folder with items as TASK/SPLIT.jsonl; default: the hub")
+    add("--storycloze", help="your copy of StoryCloze: the CSV of its authors")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
     add("--limit", type=int, help="first N items of each task")
     add("--rows", help="folder with val.bin, or none; default: the run's data_dir")
@@ -73,14 +64,16 @@ def arguments(argv) -> argparse.Namespace:
 if __name__ == "__main__":
     configure.check_flags(arguments)
 
+import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lib import metrics
 from lib.device import machine_facts, pick_device
-from lib.files import append_line, for_json, reading, text_hash, write_lines, writing
+from lib.files import append_line, for_json, text_hash, write_lines, writing
 from lib.hf import find_folder
 from lib.rows import PAD, Rows, read_manifest
 from lib.source import hashes, loaded_sources
@@ -95,22 +88,21 @@ from run.teacher_cache import open_cached, progress
 
 
 def score(args):
-    """Score all checkpoints and print their tables. Results are written as they are computed.
-
-    A task with an item that has no score is left out. Raises `UserError` at the end if there is
-    one.
-    """
+    """Score all checkpoints and print their tables. Results are written as they are computed."""
     device = pick_device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels of extensions run on the current card
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
     names = args.names
-    optional = "storycloze_2016" in names and args.tasks == "all"
-    if optional and not find_storycloze(args.data_dir, args.storycloze):
+    if args.tasks == "all" and "storycloze_2016" in names and not args.storycloze:
         names.remove("storycloze_2016")
         note(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
-    items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
+    tasks = {}
+    for name in names:
+        tasks[name] = open_task(
+            name, args.split, args.data_dir, args.storycloze, args.any_items, args.limit
+        )
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
@@ -123,32 +115,27 @@ def score(args):
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
     results = []
-    refused = []
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
-    if names:
+    if tasks:
         for c in checkpoints:
-            results += score_tasks(c, items, args, device, refused)
+            results += score_tasks(c, tasks, args, device)
     from run.tables import tables_of  # imports pandas, which takes a second
 
     try:
         print(tables_of(results, args.reference, args.metric))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
-    if refused:
-        raise UserError("; ".join(dict.fromkeys(refused)))
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: list) -> list[dict]:
+def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list[dict]:
     """Write and return a checkpoint's scores, a result for each task.
 
     With `--log_samples` every item is written with its scores.
-
-    refused  gets a message for each task with an item that has no score
     """
     model = c.load(getattr(torch, args.dtype), device)
     scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.bos)
@@ -159,12 +146,11 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: l
         "limit": args.limit,
     }
     results = []
-    for name, chosen in items.items():
+    for name, task in tasks.items():
         try:
-            scores, samples = benchmark(scorer, name, chosen, args)
+            scores, samples = benchmark(scorer, name, task, args)
         except UserError as error:
-            refused.append(str(error))
-            continue
+            raise UserError(f"{name}: {error}; --tasks can leave out the task") from error
         results.append(write(args.split, {name: scores}, protocol, {}, c, device))
         if args.log_samples:
             file = f"samples_{args.split}_{name}_{c.weights_sha256[:8]}.jsonl"
@@ -202,10 +188,6 @@ class Scorer(TemplateLM):
             return ids
         return [self.bos, *ids]
 
-    def loglikelihood(self, requests, disable_tqdm=False):
-        self.items = [f"{request.task_name}, item {request.doc_id}" for request in requests]
-        return super().loglikelihood(requests, disable_tqdm)
-
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         """Return each continuation's log-probability in nats, and whether it is the greedy one.
 
@@ -213,23 +195,17 @@ class Scorer(TemplateLM):
 
         Where a token spans the end of the context, the continuation is what follows that token.
         """
-        rows = []  # the last ids that fit, and how many of them are scored
-        for item, ((context, continuation), context_ids, ids) in zip(
-            self.items, requests, strict=True
-        ):
-            problem = None
-            if not context_ids:
-                problem = "has no token before it"
-            elif not ids:
-                problem = "has no token of its own: the tokenizer merges it with the context"
-            elif len(ids) > self.max_length:
-                problem = f"has {len(ids):,} tokens, and --max_length is {self.max_length}"
-            if problem:
+        rows = []  # inputs and labels, the last that fit
+        for (context, continuation), context_ids, ids in requests:
+            is_whole = context_ids and 0 < len(ids) <= self.max_length
+            if not (is_whole and continuation.strip()):
                 raise UserError(
-                    f"{item}: {continuation!r:.60} after {context[-40:]!r} {problem}; "
-                    "--tasks can leave out the task"
+                    f"{continuation!r:.60} after {context[-40:]!r} has no score: expected words of "
+                    f"1 to {self.max_length} tokens of their own, and a token before them"
                 )
-            rows.append((tuple(context_ids + ids)[-(self.max_length + 1) :], len(ids)))
+            inputs = (context_ids + ids)[:-1]
+            labels = [IGNORE] * (len(context_ids) - 1) + ids
+            rows.append((tuple(inputs[-self.max_length :]), tuple(labels[-self.max_length :])))
         # Longest first: a batch that does not fit in memory fails at once.
         unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
         model = (lambda x: self.model.hidden(x).float(), self.head)
@@ -242,60 +218,43 @@ class Scorer(TemplateLM):
 
     def batches(self, rows, disable_tqdm):
         """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
+
+        def stacked(rows, padding):
+            rows = [torch.tensor(row) for row in rows]
+            return pad_sequence(rows, True, padding).to(self.head.device)  # [B, T]
+
         first = 0
         with progress(total=len(rows), desc="scoring", disable=disable_tqdm or None) as bar:
             while first < len(rows):
                 longest = len(rows[first][0])
                 waiting = rows[first : first + max(1, self.batch_tokens // longest)]
                 batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
-                x = torch.zeros(len(batch), longest - 1, dtype=torch.int64)
-                y = torch.full_like(x, IGNORE)
-                for i, (ids, n_scored) in enumerate(batch):
-                    n_inputs = len(ids) - 1  # what follows is padding, which no label sees
-                    x[i, :n_inputs] = torch.tensor(ids[:-1])
-                    y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
-                row = torch.arange(first, first + len(batch))[:, None].expand_as(x)
-                part, x, y = (tensor.to(self.head.device) for tensor in (row, x, y))
-                yield part, x, y, None
+                inputs, labels = zip(*batch, strict=True)
+                x = stacked(inputs, 0)
+                part = torch.arange(first, first + len(batch), device=x.device)
+                yield part[:, None].expand_as(x), x, stacked(labels, IGNORE), None
                 bar.update(len(batch))
                 first += len(batch)
 
 
-def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list[dict]]:
+def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> tuple[dict, list[dict]]:
     """Return the scores of a task, and its items with their scores if `--log_samples`.
 
-    lm-eval's own configuration of the task gets these items as its test set. Scores are metrics,
-    standard errors, n, and the hashes of what was scored.
+    Scores are metrics, standard errors, n, and the hashes of what was scored.
     """
-    import datasets
-    import lm_eval.tasks
-
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    with reading(items.source, f"expected items of {name} that are alike in their types"):
-        test_set = datasets.Dataset.from_list(items.rows[: args.limit])
-        config = read_config(name) | {
-            "custom_dataset": lambda **_: {"test": test_set},
-            "training_split": None,
-            "validation_split": None,
-            "test_split": "test",
-            "num_fewshot": 0,
-        }
-        loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([config])
-    out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
+    out = lm_eval.evaluate(lm, task.loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
     values = {}
     for key, value in out["results"][name].items():
         if key.endswith(",none") and value != "N/A":  # a single item has no standard error
             values[key.removesuffix(",none")] = value
-    instances = loaded["tasks"][name].instances
+    instances = task.loaded["tasks"][name].instances
     prompts = "".join(json.dumps(instance.args) for instance in instances)
     scores = values | {
-        "n": len(test_set),
-        "n_rows": len(items.rows),
+        "n": out["n-samples"][name]["effective"],
         "n_paper": SUITES[args.split][name].n_paper,
-        "source": items.source,
-        "data_sha256": items.sha256,
+        "source": task.source,
+        "data_sha256": task.sha256,
         "prompts_sha256": text_hash(prompts),
         "version": out["versions"][name],
     }

@@ -1,19 +1,19 @@
 """The nine tasks: their held-out sets, validation sets of three, and the hashes of the items.
 
-Prompts, choices and metrics are lm-eval's own; this file only reads the items. Their fields must
+Prompts, choices and metrics are lm-eval's own; this file only gives it the items. Their fields must
 hash to the published ones, since lm-eval accepts fields of another type: with strings as labels,
 for example, piqa scores 0.
 """
 
 import csv
-import io
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import UserError
-from lib.files import reading, text_hash
+from lib.files import read_lines, reading, text_hash
 
 
 class Task(NamedTuple):
@@ -71,10 +71,9 @@ for _line in _SETS.splitlines():
 
 NO_STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
-    "no hub has them; put them at DATA_DIR/storycloze_2016/test.csv or name the file by "
-    "--storycloze; without it averages are over 8 of 9 tasks"
+    "no hub has them; name their CSV by --storycloze; without it averages are over 8 of 9 tasks"
 )
-# The headings of its authors' CSV -> lm-eval's fields.
+# The headings of that CSV -> lm-eval's fields.
 STORY_HEADINGS = (
     "InputSentence1 InputSentence2 InputSentence3 InputSentence4 "
     "RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding"
@@ -82,16 +81,11 @@ STORY_HEADINGS = (
 STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), TASKS["storycloze_2016"].fields, strict=True))
 
 
-# What `check_item` asks of an item, and the fields that are not texts.
-FORM = "its fields, choices that are not blank, and a right answer among them"
-NOT_TEXTS = ("answer", "answerKey", "answer_right_ending", "choices", "endings", "label")
+class OpenTask(NamedTuple):
+    """A task of lm-eval with a set's items: where they come from, and the hash of their fields."""
 
-
-class Items(NamedTuple):
-    """The items of a task's set: where they come from, the fields that are read, and their hash."""
-
+    loaded: dict  # as its TaskManager loads it
     source: str
-    rows: list[dict]
     sha256: str
 
 
@@ -105,158 +99,98 @@ def choose_tasks(asked: str, split) -> list[str]:
     return [name for name in suite if name in names]
 
 
-def read_items(
-    names: list[str],
+def open_task(
+    name,
     split,
     data_dir: str | None,
     storycloze: str | None = None,
     any_items: bool = False,
-) -> dict[str, Items]:
-    """Return the items of these tasks' `heldout` or `validation` set.
+    limit: int | None = None,
+) -> OpenTask:
+    """Return lm-eval's own task with the items of its `heldout` or `validation` set.
 
     data_dir    folder with local items; None: the hub
     storycloze  the user's own copy of that task
     any_items   take also items that are not the published ones
+    limit       first items to take
     """
-    items = {}
-    for name in names:
-        expected = SUITES[split][name]
-        source, rows = read_rows(name, expected.split, data_dir, storycloze)
-        chosen = []
-        for number, row in enumerate(rows):
-            with reading(f"{source}, item {number}", f"expected an item of {name}, with {FORM}"):
-                item = {field: row[field] for field in TASKS[name].fields}
-                check_item(name, item)
-            chosen.append(item)
-        if not chosen:
-            raise UserError(f"{source}: no rows; expected items of {name}")
-        text = "".join(json.dumps(item, sort_keys=True) for item in chosen)
-        got = text_hash(text)
-        items[name] = Items(source, chosen, got)
-        if expected.sha256 not in (got, "-") and not any_items:
+    import datasets
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    expected = SUITES[split][name]
+    config = load_yaml(Path(lm_eval.tasks.__file__).parent / TASKS[name].file)
+    source, rows = read_rows(name, config, expected.split, data_dir, storycloze)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    with reading(source, f"expected items of {name} that are alike in their types"):
+        items = [{field: row[field] for field in TASKS[name].fields} for row in rows]
+        test_set = datasets.Dataset.from_list(items[:limit])
+        config |= {
+            "custom_dataset": lambda **_: {"test": test_set},
+            "training_split": None,
+            "validation_split": None,
+            "test_split": "test",
+            "num_fewshot": 0,
+        }
+        loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([config])
+    sha256 = text_hash("".join(json.dumps(item, sort_keys=True) for item in items))
+    if expected.sha256 != sha256:
+        if expected.sha256 != "-" and not any_items:
             raise UserError(
-                f"{source}: {len(chosen):,} items that are not the published ones of {name} "
-                f"(sha256 {got[:12]}, expected {expected.sha256[:12]}); --any_items scores them"
+                f"{source}: {len(items):,} items that are not the published ones of {name} "
+                f"(sha256 {sha256[:12]}, expected {expected.sha256[:12]}); --any_items scores them"
             )
-    return items
+        task = loaded["tasks"][name]
+        for number, item in enumerate(task.eval_docs):
+            with reading(f"{source}, item {number}", f"expected an item of {name} with its answer"):
+                check_item(task, item)
+    return OpenTask(loaded, source, sha256)
 
 
-def check_item(name, item: dict):
+def check_item(task, item: dict):
     """Raise an error for an item that lm-eval would stop at, or score without a right answer."""
-    for field, text in item.items():
-        if field not in NOT_TEXTS and not isinstance(text, str):
-            raise TypeError(f"{field} is {text!r}, not a text")
-    choices, answer = choices_of(name, item)
-    if not isinstance(choices, list):
-        raise TypeError(f"choices are {choices!r}, not a list")
-    for choice in choices:
-        if not isinstance(choice, str) or not choice.strip():
-            raise ValueError(f"a choice is {choice!r}")
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {answer!r} (from 0) of {len(choices)} choices")
-
-
-def choices_of(name, item: dict) -> tuple[list[str], int]:
-    """Return an item's choices and the index of the right one, as lm-eval's task file has them.
-
-    LAMBADA has one choice, the last word.
-    """
-    match name:
-        case "arc_challenge" | "arc_easy" | "openbookqa":
-            choices = item["choices"]
-            answer = item["answerKey"]
-            if name == "openbookqa":
-                answer = answer.lstrip()
-            return choices["text"], choices["label"].index(answer)
-        case "hellaswag":
-            return item["endings"], ["0", "1", "2", "3"].index(str(item["label"]))
-        case "lambada_openai":
-            return [item["text"].split(" ")[-1]], 0
-        case "piqa":
-            return [item["sol1"], item["sol2"]], item["label"]
-        case "social_iqa":
-            return [item["answerA"], item["answerB"], item["answerC"]], int(item["label"]) - 1
-        case "storycloze_2016":
-            return [item["sentence_quiz1"], item["sentence_quiz2"]], item["answer_right_ending"] - 1
-        case "winogrande":
-            if not item["sentence"].partition("_")[2].strip():
-                raise ValueError("no _ in the sentence with words after it")
-            return [item["option1"], item["option2"]], ["1", "2"].index(item["answer"])
+    if None in item.values():
+        raise ValueError("a field is null")
+    if task.OUTPUT_TYPE == "multiple_choice":
+        answer = task.doc_to_text(item) if task.multiple_input else task.doc_to_target(item)
+        n_choices = len(task.doc_to_choice(item))
+        if answer not in range(n_choices):
+            raise ValueError(f"answer {answer!r} (from 0) of {n_choices} choices")
 
 
 def read_rows(
-    name, split, data_dir: str | None, storycloze: str | None
+    name, config: dict, split, data_dir: str | None, storycloze: str | None
 ) -> tuple[str, Iterable[dict]]:
-    """Return where a task's rows come from, and the rows.
+    """Return where a task's rows come from, and the rows: in a local file, or on the hub.
 
-    They are in a local file, in a folder laid out like the hub, or on the hub.
+    config  lm-eval's own of the task
     """
     import datasets
 
     if name == "storycloze_2016":
-        file = find_storycloze(data_dir, storycloze)
-        if file is None:
+        if storycloze is None:
             raise UserError(NO_STORYCLOZE)
-        return str(file), read_stories(file)
-    config = read_config(name)
-    source = config["dataset_path"]
+        return storycloze, read_stories(storycloze)
     if data_dir:
         file = Path(data_dir, name, f"{split}.jsonl")
-        if file.is_file():
-            return str(file), read_file(file)
-        source = str(Path(data_dir, source))
-        if not Path(source).is_dir():
-            raise UserError(f"{name}: no {file} and no folder {source}; --tasks can leave it out")
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; --tasks can leave out {name}")
+        return str(file), read_lines(file)
+    source = config["dataset_path"]
     with reading(source, f"leave out {name} by --tasks, or name local files by --data_dir"):
         rows = datasets.load_dataset(source, config.get("dataset_name"), split=split)
         return f"{source} [{split}]", rows
 
 
-def find_storycloze(data_dir: str | None, file: str | None) -> Path | None:
-    """Return the user's own copy of StoryCloze: `file`, else the one in the data folder, if any."""
-    if file:
-        if not Path(file).is_file():
-            raise UserError(f"--storycloze {file}: no such file")
-        return Path(file)
-    if data_dir:
-        for kind in ("jsonl", "csv"):
-            path = Path(data_dir, "storycloze_2016", f"test.{kind}")
-            if path.is_file():
-                return path
-    return None
-
-
 def read_stories(file) -> list[dict]:
-    """Return the items of StoryCloze in lm-eval's fields, with labels as numbers."""
-    labels = {"1": 1, "2": 2}  # a CSV has texts
+    """Return the items of StoryCloze, from the CSV of its authors, in lm-eval's fields."""
     rows = []
-    with reading(file, "expected one story a line"):
-        for row in read_file(file):
-            story = {STORY_FIELDS.get(key, key): value for key, value in row.items()}
-            label = story.get("answer_right_ending")
-            rows.append(story | {"answer_right_ending": labels.get(str(label), label)})
+    with (
+        reading(file, "expected the CSV of StoryCloze's authors"),
+        open(file, encoding="utf-8-sig", newline="") as lines,
+    ):
+        for row in csv.DictReader(lines):
+            story = {field: row[heading] for heading, field in STORY_FIELDS.items()}
+            rows.append(story | {"answer_right_ending": int(story["answer_right_ending"])})
     return rows
-
-
-def read_file(file) -> list[dict]:
-    """Return the rows of a JSONL or CSV file."""
-    if file.suffix not in (".jsonl", ".csv"):
-        raise UserError(f"{file}: expected one of .jsonl, .csv")
-    with reading(file, "fetch it again"):
-        text = file.read_bytes().decode("utf-8-sig")
-        if file.suffix == ".csv":
-            return list(csv.DictReader(io.StringIO(text, newline="")))
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        with reading(f"{file}, line {number}", "correct or remove it"):
-            if line:
-                rows.append(json.loads(line))
-    return rows
-
-
-def read_config(name) -> dict:
-    """Return lm-eval's own configuration of a task."""
-    import lm_eval.tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    return load_yaml(Path(lm_eval.tasks.__file__).parent / TASKS[name].file)

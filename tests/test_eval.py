@@ -20,7 +20,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 import configure
 import eval as ev
-from lib import metrics, tasks
+from lib import tasks
 from lib.files import write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, Rows
@@ -96,7 +96,23 @@ def lengthen(value, rng, key=""):
 
 
 def write_items(folder, task, split, rows):
-    world.write_jsonl(folder / task / f"{split}.jsonl", rows)
+    """Write local items, those of StoryCloze with the headings of its authors."""
+    if task != "storycloze_2016":
+        world.write_jsonl(folder / task / f"{split}.jsonl", rows)
+        return
+    with (folder / "stories.csv").open("w", newline="", encoding="utf-8-sig") as out:
+        writer = csv.writer(out)
+        writer.writerow(["InputStoryid", *tasks.STORY_FIELDS])
+        writer.writerows([i, *row.values()] for i, row in enumerate(rows))
+
+
+def open_local(folder, name, split="heldout", limit=None):
+    return tasks.open_task(name, split, str(folder), f"{folder}/stories.csv", True, limit)
+
+
+def items_of(task):
+    (loaded,) = task.loaded["tasks"].values()
+    return loaded.dataset["test"].to_list()
 
 
 def make_tokenizer(n=307, **keys):
@@ -151,8 +167,7 @@ def assert_close(scores, expected):
 
 def score_ids(lm, requests):
     """Score ids of (context, continuation) pairs."""
-    lm.items = [f"item {i}" for i in range(len(requests))]
-    return lm._loglikelihood_tokens([(("", ""), *pair) for pair in requests], True)
+    return lm._loglikelihood_tokens([(("", "x"), *pair) for pair in requests], True)
 
 
 def score(command):
@@ -161,11 +176,11 @@ def score(command):
 
 def bench(lm, names, flags):
     args = ev.arguments(f"x {flags}".split())
-    items = tasks.read_items(names, args.split, args.data_dir, any_items=True)
     scores = {}
     samples = {}
-    for name, chosen in items.items():
-        scores[name], samples[name] = ev.benchmark(lm, name, chosen, args)
+    for name in names:
+        task = open_local(args.data_dir, name, args.split, args.limit)
+        scores[name], samples[name] = ev.benchmark(lm, name, task, args)
     return scores, samples
 
 
@@ -229,7 +244,7 @@ def test_a_student_is_scored_and_sampled_with_its_bos(facts, bos, data, tmp_path
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
-def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, monkeypatch):
+def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens):
     """Whatever the batches are; equal requests tie to the last bit."""
     rng = np.random.default_rng(3)
     best = []
@@ -240,8 +255,6 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
         tail = rng.integers(1, 311, rng.integers(1, 13))
         pairs.append((rng.integers(1, 311, length).tolist(), tail.tolist()))
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
-    monkeypatch.setattr(metrics, "MIN_POSITIONS", 7)
-    monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
@@ -261,15 +274,12 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("pair", "problem"),
-    [
-        (("the cat", ""), "'' after 'the cat' has no token of its own"),
-        ((" \n", "cat"), "has no token before it"),
-        (("the cat", " dog" * 13), "has 13 tokens, and --max_length is 7"),
-    ],
+    "pair", [("the cat", ""), ("the cat", " "), (" \n", "cat"), ("the cat", " dog" * 13)]
 )
-def test_requests_without_an_answer_are_refused(student, tokenizer, pair, problem):
-    with refusal(f"task, item 1: .*{problem}"):
+def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
+    """A blank continuation, a context without a token, and more than fits."""
+    problem = re.escape(f"{pair[1]!r} after {pair[0]!r} has no score: expected words of 1 to 7")
+    with refusal(problem):
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
 
 
@@ -315,7 +325,7 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
     assert len(tokenizer.encode("".join(pair))) <= len(tokenizer.encode(pair[0]))
     with pytest.raises(AssertionError):
         score_pairs(theirs, pair)
-    with refusal(f"item 0: '{pair[1]}' after '{pair[0]}' has no token of its own"):
+    with refusal(f"'{pair[1]}' after '{pair[0]}' has no score"):
         score_pairs(scorer, pair)
 
 
@@ -334,16 +344,15 @@ def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(tokenizer, tmp_path)
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
 
 
-def test_an_item_without_a_score_costs_no_other_task(joined, data, tmp_path, printed):
+def test_a_task_with_an_item_without_a_score_is_named(joined, data, tmp_path):
     items = shutil.copytree(data, tmp_path / "items")
     texts = [{"text": JOINED.replace("|", "")}, {"text": "the cat saw the quiet boats"}]
-    world.write_jsonl(items / "lambada_openai/test.jsonl", texts)
+    write_items(items, "lambada_openai", "test", texts)
     flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
-    with refusal("lambada_openai, item 0: .* has no token of its own.*--tasks can leave out"):
-        score(f"{joined} --tasks=arc_easy,lambada_openai,piqa {flags}")
-    lines = read_jsonl(tmp_path / "results.jsonl")
-    assert [list(line["values"]) for line in lines] == [["arc_easy"], ["piqa"]]
-    assert "Avg. (2 of 9)" in printed()
+    with refusal("lambada_openai: ' on' after 'rain' has no score.*--tasks can leave out"):
+        score(f"{joined} --tasks=arc_easy,lambada_openai {flags}")
+    (line,) = read_jsonl(tmp_path / "results.jsonl")
+    assert [*line["values"]] == ["arc_easy"]
 
 
 class Recorder(TemplateLM):
@@ -373,8 +382,7 @@ def test_two_sets_of_the_protocol(data):
     for split, n in (("heldout", 7), ("validation", 5)):
         names = tasks.SUITES[split]
         assert tasks.choose_tasks("all", split) == [*names]
-        items = tasks.read_items(names, split, str(data), any_items=True)
-        assert {len(chosen.rows) for chosen in items.values()} == {n}
+        assert {len(items_of(open_local(data, name, split))) for name in names} == {n}
     scores, _ = bench(Recorder(), names, f"--data_dir={data} --split=validation")
     n_paper = {name: values["n_paper"] for name, values in scores.items()}
     assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
@@ -411,18 +419,7 @@ def responses(samples):
     return [response[0] for sample in samples for response in sample["resps"]]
 
 
-def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
-    """Local JSONL, a folder laid out like the hub, and the hub."""
-    names = [name for name in tasks.TASKS if name != "storycloze_2016"]
-    for name in names:
-        config = tasks.read_config(name)
-        split = tasks.SUITES["heldout"][name].split
-        rows = read_jsonl(data / name / f"{split}.jsonl")
-        part = config.get("dataset_name") or "default"
-        world.write_like_the_hub(tmp_path / config["dataset_path"], rows, part, split)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    expected = tasks.read_items(names, "heldout", str(data), any_items=True)
-    local = tasks.read_items(names, "heldout", str(tmp_path), any_items=True)
+def test_the_hub_gives_the_same_items(data, tmp_path, monkeypatch):
     asked = []
     load = datasets.load_dataset
 
@@ -430,24 +427,18 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         asked.append(path)
         return load(str(tmp_path / path), *args, **keys)
 
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets, "load_dataset", load_local)
-    hub = tasks.read_items(names, "heldout", None, any_items=True)
-    assert "allenai/ai2_arc" in asked and hub["piqa"].source == "baber/piqa [validation]"
-    for name in names:
-        assert expected[name].rows == local[name].rows == hub[name].rows
-
-
-def test_storycloze_from_a_file_of_its_own(data, tmp_path):
-    """With the headings and texts of its authors."""
-    rows = read_jsonl(data / "storycloze_2016/test.jsonl")
-    file = tmp_path / "cloze.csv"
-    with file.open("w", newline="", encoding="utf-8-sig") as out:
-        writer = csv.writer(out)
-        writer.writerow(["InputStoryid", *tasks.STORY_FIELDS])
-        writer.writerows([i, *row.values()] for i, row in enumerate(rows))
-    expected = tasks.read_items(["storycloze_2016"], "heldout", str(data))["storycloze_2016"]
-    items = tasks.read_items(["storycloze_2016"], "heldout", None, str(file))["storycloze_2016"]
-    assert items.rows == expected.rows == rows
+    sources = {
+        "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
+        "piqa": ("baber/piqa", "default", "validation"),
+    }
+    for name, (repository, part, split) in sources.items():
+        expected = open_local(data, name)
+        world.write_like_the_hub(tmp_path / repository, items_of(expected), part, split)
+        task = tasks.open_task(name, "heldout", None, any_items=True)
+        assert asked[-1] == repository and task.source == f"{repository} [{split}]"
+        assert task.sha256 == expected.sha256 and items_of(task) == items_of(expected)
 
 
 @needs_shared
@@ -456,50 +447,59 @@ def test_storycloze_from_a_file_of_its_own(data, tmp_path):
     [(s, x) for s, suite in tasks.SUITES.items() for x in suite if suite[x].sha256 != "-"],
 )
 def test_the_published_items_are_those_that_are_known(split, name):
-    assert tasks.read_items([name], split, f"{SHARED}/eval")
+    assert tasks.open_task(name, split, f"{SHARED}/eval")
 
 
 # a task, and what replaces fields of its item; lm-eval fails at some, and scores others wrongly
 BAD_ITEMS = """
 arc_easy => "answerKey": "E" => .E. is not in list
-arc_challenge => "answerKey": 1 => 1 is not in list
-arc_easy => "choices": {"text": [], "label": []} => .B. is not in list
 arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0. of 1 choices
-arc_easy => "question": null => question is None, not a text
+arc_easy => "question": null => a field is null
 openbookqa => "answerKey": "" => .. is not in list
-openbookqa => "choices": {"text": ["a", " "], "label": ["A", "B"]} => a choice is . .
-hellaswag => "label": "-1" => -1.*is not in list
-hellaswag => "label": "" => is not in list
-hellaswag => "label": 1.0 => '1.0' is not in list
-hellaswag => "endings": [] => answer 1 .from 0. of 0 choices
-hellaswag => "endings": "ab" => choices are .ab., not a list
-hellaswag => "ctx_b": 3 => ctx_b is 3, not a text
-lambada_openai => "text": "a cat saw " => a choice is ..
-piqa => "label": "1" => answer .1. .from 0. of 2 choices
-piqa => "label": 1.0 => answer 1.0 .from 0. of 2 choices
+hellaswag => "label": "-1" => answer .-1. .from 0. of 2 choices
+piqa => "label": 0.5 => answer 0.5 .from 0. of 2 choices
 piqa => "label": -1 => answer -1 .from 0. of 2 choices
-piqa => "sol1": "" => a choice is ..
-social_iqa => "label": "0" => answer -1 .from 0. of 3 choices
+social_iqa => "label": "0" => answer .-1. .from 0. of 3 choices
 social_iqa => "label": "4" => answer 3 .from 0. of 3 choices
-social_iqa => "answerC": null => answerC is None, not a text
-storycloze_2016 => "answer_right_ending": 3 => answer 2 .from 0. of 2 choices
-storycloze_2016 => "answer_right_ending": null => TypeError
-winogrande => "sentence": "Ann ran." => no _ in the sentence
-winogrande => "sentence": "Ann saw _" => no _ in the sentence with words after it
-winogrande => "answer": 1 => 1 is not in list
-winogrande => "answer": "" => .. is not in list
+winogrande => "sentence": "Ann ran." => substring not found
+winogrande => "answer": "" => KeyError
 """
+# those that differ from the other items in their types, and a whole file of labels as texts
+BAD_FILES = """
+hellaswag => "label": "" => invalid literal for int
+hellaswag => "ctx_b": 3 => ArrowTypeError
+piqa => "label": "1" => ArrowInvalid
+winogrande => "answer": 1 => ArrowTypeError
+storycloze_2016 => "answer_right_ending": "" => invalid literal for int
+"""
+
+
+def write_bad(folder, name, fields, n_good=1):
+    good, _ = PROMPTS[name]
+    split = tasks.SUITES["heldout"][name].split
+    bad = good | json.loads(f"{{{fields}}}")
+    write_items(folder, name, split, [*[good] * n_good, bad, *[good] * n_good])
 
 
 @pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
 def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
-    good, _ = PROMPTS[name]
-    split = tasks.SUITES["heldout"][name].split
-    bad = good | json.loads(f"{{{fields}}}")
-    write_items(tmp_path, name, split, [good, bad, good])
-    expected = rf"{name}/{split}.jsonl, item 1: .*{problem}.*expected an item of {name}"
-    with refusal(expected):
-        tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
+    write_bad(tmp_path, name, fields)
+    with refusal(rf"{name}/\w+.jsonl, item 1: .*{problem}.*expected an item of {name}"):
+        open_local(tmp_path, name)
+
+
+@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_FILES))
+def test_files_of_items_that_lm_eval_cannot_read_are_refused(name, fields, problem, tmp_path):
+    write_bad(tmp_path, name, fields)
+    with refusal(f"{tmp_path}/.*: cannot be used .*{problem}"):
+        open_local(tmp_path, name)
+
+
+def test_labels_that_are_texts_are_no_answers(tmp_path):
+    """With these lm-eval would give piqa an accuracy of 0."""
+    write_bad(tmp_path, "piqa", '"label": "1"', 0)
+    with refusal("item 0: .*answer '1' .from 0. of 2 choices"):
+        open_local(tmp_path, "piqa")
 
 
 @pytest.fixture(scope="module")
@@ -584,25 +584,23 @@ def test_sums_by_document_are_those_of_a_plain_loop(out, rows):
 
 
 def test_scores_of_a_few_items(out, data, tmp_path, printed):
-    no_stories = shutil.copytree(data, tmp_path / "eval")
-    flags = (
-        f"--data_dir={no_stories} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
-    )
+    flags = f"--data_dir={data} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = printed()
     results = read_results(out / "alra")
     assert {x["protocol"]["limit"] for x in results} == {3}
-    n_scored = {task: (s["n"], s["n_rows"]) for x in results for task, s in x["values"].items()}
-    assert n_scored == {"arc_easy": (3, 7), "piqa": (3, 7)}
+    n_scored = {task: scores["n"] for x in results for task, scores in x["values"].items()}
+    assert n_scored == {"arc_easy": 3, "piqa": 3}
     for name in ("arc_easy", "piqa"):
         (samples,) = (out / "alra").glob(f"samples_heldout_{name}_*.jsonl")
         assert len(read_jsonl(samples)) == 3
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")
-    shutil.rmtree(no_stories / "storycloze_2016")
     score(f"{out}/alra {flags}")
-    assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
+    assert "Avg. (8 of 9)" in printed()  # all tasks, without StoryCloze
+    score(f"{out}/alra {flags} --storycloze={data}/stories.csv")
+    assert "Avg. |" in printed()
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):

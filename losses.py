@@ -1138,7 +1138,8 @@ def method_loss(
 def position_weight(z_s, z_t, y) -> Tensor | float:
     """Return the weight of each position in the loss of every method, [N]; here 1.
 
-    Arguments are those of an objective, without a gradient. `z_t` is None without a teacher.
+    Arguments are those of an objective, without a gradient. `z_t` is None for a method without a
+    teacher. The logged `loss` has the weights, its terms have not.
     """
     return 1.0
 

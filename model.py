@@ -382,16 +382,16 @@ class Qwen2(nn.Module):
         if shard > 1:
             parallel.shard(model, shard, torch.device(device))
         model.to_empty(device=device)
-        read_weights(model, folder)
+        restore = f"{folder}: restore the classes for students in model.py that it was trained with"
+        try:
+            read_weights(model, folder)
+        except UserError as error:
+            raise UserError(f"{restore} ({error})" if expected else error) from error
         check_decoder()
         if expected:
             weights = {key: parallel.full_tensor(p) for key, p in model.state_dict().items()}
-            check_near(
-                probe(type(model), config, weights),
-                expected,
-                f"{folder}: restore the classes for students in model.py that it was trained with",
-                1e-4 if dtype == torch.float32 else 3e-2,  # weights are rounded
-            )
+            tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # weights are rounded
+            check_near(probe(type(model), config, weights), expected, restore, tolerance)
         return model.requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path, tokenizer=None, weights: dict | None = None):

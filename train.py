@@ -116,7 +116,9 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
         model.compile_layers()
     if cfg.shard > 1:
         if list(extras.parameters()):
-            raise UserError(f"shard={cfg.shard}: not supported with extras")
+            raise UserError(
+                f"shard={cfg.shard}: {name} trains parameters beside the student's; set shard=1"
+            )
         device = torch.device(cfg.device)
         parallel.shard(model, cfg.shard, device, dtype)
     model.to(cfg.device)
@@ -382,7 +384,8 @@ def train_students(cfg) -> int:
     val = startup.open_data(cfg, "val")
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows))
-    rate = learning_rate(cfg.max_steps - 1, cfg)  # refuses an unknown schedule
+    learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
+    rate = learning_rate(cfg.max_steps - 1, cfg)
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         say(
             f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "

@@ -14,11 +14,17 @@ import types
 import zipfile
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from lib.files import text_hash, writing
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
-CONSTANTS = (int, float, str, tuple)  # of an objective; of others an edit is shown, as of all files
+# what counts by value where an objective names it; of other values, the text of their file is shown
+CONSTANTS = (int, float, str, tuple, list, dict, np.ndarray, torch.Tensor)
+# what holds a function: of torch.compile, functools.cache; a static method, property, or partial
+WRAPPED = ("__wrapped__", "__func__", "fget", "func")
 
 
 def own_file(value: object) -> str | None:
@@ -41,6 +47,12 @@ def loaded_sources() -> dict[str, str]:
     return {os.path.relpath(file, ROOT): Path(file).read_text() for file in sorted(files)}
 
 
+def stored_hashes(names) -> dict[str, str]:
+    """Return the hashes of those of these files that are there."""
+    files = {name: ROOT / name for name in names if (ROOT / name).is_file()}
+    return hashes({name: file.read_text() for name, file in files.items()})
+
+
 def hashes(sources: dict[str, str]) -> dict[str, str]:
     return {name: text_hash(text)[:8] for name, text in sources.items()}
 
@@ -53,11 +65,18 @@ def write_snapshot(folder: Path, sources: dict[str, str]):
             archive.writestr(name, text)
 
 
-def edited(codes: list[dict[str, str]]) -> list[str]:
+def merged(*codes: dict[str, str]) -> dict[str, str]:
+    """Return all hashes that a file has in these, as one text, by name."""
+    found = {}
+    for code in codes:
+        for name, texts in code.items():
+            found.setdefault(name, {}).update(dict.fromkeys(texts.split()))
+    return {name: " ".join(versions) for name, versions in found.items()}
+
+
+def edited(*codes: dict[str, str]) -> list[str]:
     """Return the files that have several hashes. A file that only some have is not among them."""
-    versions = {item for code in codes for item in code.items()}
-    names = [name for name, _ in versions]
-    return sorted({name for name in names if names.count(name) > 1})
+    return sorted(name for name, versions in merged(*codes).items() if " " in versions)
 
 
 def reached(*roots: object) -> dict[str, str]:
@@ -71,15 +90,17 @@ def reached(*roots: object) -> dict[str, str]:
     waiting = [*roots]
     while waiting:
         value = waiting.pop()
-        waiting += filter(None, [getattr(value, "__wrapped__", None)])  # as of torch.compile
+        waiting += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
         if not isinstance(value, types.FunctionType | type) or not own_file(value):
             continue
         functions = [value]
         if isinstance(value, type):
             functions = [x for x in vars(value).values() if isinstance(x, types.FunctionType)]
-            waiting += value.__bases__
+            waiting += [*value.__bases__, *vars(value).values()]
         named = [x for fn in functions for x in values_named(fn)]
-        text = f"{source_of(value)} {[x for x in named if isinstance(x, CONSTANTS)]}"
+        constants = [x for x in named if isinstance(x, CONSTANTS)]
+        constants = [x.tolist() if hasattr(x, "tolist") else x for x in constants]
+        text = re.sub(" at 0x[0-9a-f]+", "", f"{source_of(value)} {constants}")
         name = f"{value.__module__}.{value.__qualname__}"
         if text not in texts.setdefault(name, set()):  # closures of one function may differ
             texts[name].add(text)

@@ -3,7 +3,8 @@
 OUT/run.json             config, command, hashes of data and teacher, versions, machine
 OUT/starts.jsonl         the same for each start, with its step, time and host
 OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
-OUT/code_HASH.zip        all code of the project that a start has loaded; run.json has its hashes
+OUT/code_HASH.zip        all code of the project that a start has loaded; `code` in run.json has
+                         the hashes of each file in all starts
 OUT/teacher.jsonl        an entry every histogram_every_steps
 OUT/METHOD/log.jsonl     an entry every log_every_steps, and one for each validation
 OUT/METHOD/histograms.jsonl
@@ -39,7 +40,7 @@ from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import all_finite, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from lib.source import edited, hashes, loaded_sources, write_snapshot
+from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
 from run.exits import write_exit
 from run.log import say
@@ -186,14 +187,16 @@ def check_same_run(name, checkpoint, state, run):
 
 
 def say_edits(checkpoint, state, run):
-    """Print which code was edited since a checkpoint, and which packages have other versions."""
+    """Print which code was edited since the run began, and which packages have other versions."""
     if "code" not in state:
         say(f"{checkpoint}: of an older version, so edits of the code since are not known")
         return
-    changes = edited([state["code"], run.facts["code"]])
+    changes = edited(state["code"], run.facts["code"])
+    changes += [f"{name} (gone)" for name in state["code"] if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     if changes:
-        say(f"edited since step {state['step']:,}: {', '.join(changes)}")
+        say(f"edited since the run began: {', '.join(changes)}")
+    run.facts["code"] = merged(state["code"], run.facts["code"])
 
 
 def branch_point(name):
@@ -239,7 +242,7 @@ def begin_logs(live, run):
 def record_start(out, run):
     """Write run.json and the code that is loaded, and add this start to starts.jsonl."""
     sources = loaded_sources()
-    run.facts["code"] = hashes(sources)
+    run.facts["code"] = merged(run.facts["code"], hashes(sources))
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),

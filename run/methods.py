@@ -255,7 +255,8 @@ class ModuleLoss(HeadLoss):
 
         with torch.enable_grad():
             loss, sums = mean_loss(method._replace(fn=objective), z_s, z_t, y, n)
-        dz, *gradients = torch.autograd.grad(loss, (z_s, *self.parameters))
+        inputs = (z_s, *self.parameters)  # of which the loss may leave out some
+        dz, *gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
         for total, gradient in zip(self.gradients[2:], gradients, strict=True):
             total += gradient
         n_valid = (y != IGNORE).sum()

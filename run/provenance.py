@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import typing
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from lib.files import text_hash
 from lib.hf import find_folder, weight_files
 from lib.rows import read_manifest, row_order
 from lib.source import reached
-from losses import cross_entropy, default_settings, position_weight, resolve
+from losses import cross_entropy, default_settings, position_weight, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
@@ -51,6 +52,8 @@ def made_by(cfg, name) -> dict:
     val = read_manifest(cfg.data_dir, "val")
     # of the settings given to a student, `lr` alone is not among the method's
     hyper = default_settings(method.fn, method.term) | cfg.settings_of(name) | method.hyper
+    kinds = settings(name)
+    hyper = {key: by_content(value, kinds.get(key)) for key, value in hyper.items()}
     moving = {}  # hashes of the values over the whole schedule
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
@@ -75,11 +78,24 @@ def made_by(cfg, name) -> dict:
 
 def settings_of_run(cfg) -> dict:
     """Return the config keys that identify a student. A file or folder counts by its content."""
-    settings = {key: value for key, value in vars(cfg).items() if key not in FREE.split()}
-    for key, value in settings.items():
-        if str in (KINDS[key], *typing.get_args(KINDS[key])) and os.path.exists(value or ""):
-            settings[key] = path_hash(Path(value))
-    return settings
+    keys = KINDS.keys() - FREE.split()
+    return {key: by_content(value, KINDS[key]) for key, value in vars(cfg).items() if key in keys}
+
+
+def by_content(value, kind) -> object:
+    """Return a setting with the content of files and folders that it names in place of their names.
+
+    They may be several, "a,b" or a list.
+    """
+    if isinstance(value, list | tuple):
+        return [by_content(x, str) for x in value]
+    if not isinstance(value, str) or str not in (kind, *typing.get_args(kind)):
+        return value
+    parts = []
+    for part in value.split(","):
+        is_path = re.search("[/.]", part) and os.path.exists(part)  # a bare word is none
+        parts.append(path_hash(Path(part)) if is_path else part)
+    return ",".join(parts)
 
 
 def path_hash(path) -> str:
@@ -92,9 +108,9 @@ def path_hash(path) -> str:
 
 @functools.cache
 def order_hash(cfg, n_rows: int) -> str:
-    """Return a hash of the order in which a run visits the training rows, up to a million."""
+    """Return a hash of the order in which a run visits the training rows, up to two million."""
     seed = cfg.seed if cfg.shuffle else None
-    n = min(cfg.schedule_steps * cfg.batch_rows, 1 << 20)
+    n = min(cfg.schedule_steps * cfg.batch_rows, 1 << 21)
     return hashlib.sha256(row_order(0, n, n_rows, seed).tobytes()).hexdigest()
 
 

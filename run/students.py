@@ -33,7 +33,9 @@ class Student:
     method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None  # saved with the model
     dtype: torch.dtype  # of activations and products
-    scored: nn.Module | None = None  # what is validated and saved, like averaged weights; `model`
+    scored: nn.Module | None = (
+        None  # what is validated and saved, such as an average; None: `model`
+    )
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient

@@ -137,7 +137,7 @@ def method_of(result) -> str:
 
 def edit_lines(facts: list[dict]) -> list[str]:
     """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited([x.get("code", {}) for x in facts])
+    files = edited(*(x.get("code", {}) for x in facts))
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
 
 

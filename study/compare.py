@@ -46,6 +46,7 @@ from lib.errors import UserError
 from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
+from lib.source import edited, merged, stored_hashes
 from losses import resolve
 from run.provenance import record_hash
 from run.startup import check_config
@@ -146,10 +147,18 @@ def compare(spec, cfg, choices: dict):
     score(planned, rows, cfg, spec)
     found = on_record(cfg, spec.out)
     students = []
+    codes = []
     for s in planned:
         facts = find(s, found)
+        codes.append(facts.get("code", {}))
         name = facts["name"] if is_scored(s, facts, rows) else None
         students.append({"method": s.methods[0], "seed": s.seed, "name": name})
+    files = edited(*codes, stored_hashes(merged(*codes)))
+    if files:
+        print(
+            f"Edited since some of these students were trained: {', '.join(files)}. They count as "
+            "they are; --out=ANOTHER_FOLDER trains them anew."
+        )
     plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps}
     write_json(spec.out / "plan.json", plan | {"students": students, "trials": trials})
 

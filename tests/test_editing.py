@@ -21,15 +21,15 @@ METHODS = "alra,vanilla_kd"
 # before says to it: it goes on, or is refused (!)
 CASES = """
 gate => => => !its student had other parameters or extras
-gelu => => => edited since step 2: model.py
-init => => => edited since step 2: model.py
-hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => edited since step 2: losses.py
-temperature => --methods=alra,learned_tau => alra => edited since step 2: losses.py
+gelu => => => began: model.py
+init => => => began: model.py
+hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => began: losses.py
+temperature => --methods=alra,learned_tau => alra => began: losses.py
 weight => => => !losses.position_weight
-log => => alra,vanilla_kd => edited since step 2: losses.py
+log => => alra,vanilla_kd => began: losses.py
 lion => => => !its student had other parameters or extras
 schedule => --lr_schedule=sqrt => => !lr_schedule was 'cosine', now 'sqrt'
-average => => => edited since step 2: train.py
+average => => => began: train.py
 order => => => !order_sha256 was
 """
 CASES = [[part.strip() for part in line.split("=>")] for line in CASES.split("\n")[1:-1]]

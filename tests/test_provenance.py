@@ -58,6 +58,12 @@ from torch import Tensor
 SHIFT = 0.0
 class Terms(NamedTuple):
     loss: Tensor
+class Halved:
+    @staticmethod
+    def forward(x):
+        return half(x)
+def half(x):
+    return x / 2
 def logged(fn):
     @wraps(fn)
     def wrapper(x):
@@ -70,7 +76,7 @@ def square(x):
 def shift():
     return SHIFT
 def mean(x):
-    return x.mean(-1)
+    return Halved.forward(x.mean(-1))
 def unused(x):
     return x
 """,
@@ -85,6 +91,7 @@ mine => import square as => import mean as => parts.square
 parts => x.square() => x.abs() => parts.square
 parts => return fn(x) => return 2 * fn(x) => parts.square
 parts => x.mean(-1) => x.sum(-1) => parts.mean
+parts => x / 2 => x / 3 => parts.half
 parts => SHIFT = 0.0 => SHIFT = 1.0 => parts.shift
 parts => loss: Tensor => kd: Tensor => parts.Terms
 mine => A docstring => Another one
@@ -149,9 +156,11 @@ def test_a_snapshot_has_all_code_that_is_loaded(project, tmp_path):
     with zipfile.ZipFile(file) as archive:
         assert archive.read(mine).decode() == FILES["mine"]
     hashes = source.hashes(sources)
-    edited = hashes | {mine: "another", "new.py": "none had it"}
-    assert source.edited([hashes, hashes]) == []
-    assert source.edited([hashes, edited, {}]) == [mine]
+    edited = hashes | {mine: "another"}
+    assert source.edited(hashes, hashes) == []
+    assert source.edited(hashes, edited | {"new.py": "a"}, {}) == [mine]
+    twice = source.merged(hashes, edited, hashes)  # of a run that was edited, and edited back
+    assert source.edited(twice) == [mine] and source.stored_hashes(hashes) == hashes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +234,8 @@ def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypa
             go("a", helper, f"--max_steps={steps}")
     printed()
     assert go("a", ("parts", "def unused(x):", "def unused(y):"), "--max_steps=4") == 0
-    assert re.search(r"edited since step 3: \S*parts.py\n", printed())
+    assert re.search(r"edited since the run began: \S*parts.py\n", printed())
+    assert source.edited(read_json(tmp_path / "a/mine/run.json")["code"])  # for tables
     assert len([*tmp_path.glob("a/code_*.zip")]) == 2
     weights = f"--student_weights={tmp_path}/a/mine/checkpoints/step_00000004"
     cfg = config(tiny, tmp_path / "b", f"--methods=mine --max_steps=1 {weights}")  # the second way

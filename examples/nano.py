@@ -210,3 +210,4 @@ for step in range(first, max_steps):
         torch.save(state | {"step": done}, checkpoint)
 
 student.save_pretrained(out_dir / "model", load_tokenizer(teacher_dir))  # as transformers loads it
+checkpoint.unlink(missing_ok=True)  # the next run starts anew

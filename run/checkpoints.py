@@ -53,6 +53,7 @@ MODEL = "model/model.safetensors"
 TRAINING = "training.pt"
 STATE = {  # what is read from a checkpoint's state.json
     "made_by": dict,
+    "init_sha256": str,
     "sums": dict[str, float | None],
     "step": NonNegativeInt,
     "first_row_step": NonNegativeInt,
@@ -191,6 +192,7 @@ def say_edits(checkpoint, state, run):
     if "code" not in state:
         say(f"{checkpoint}: of an older version, so edits of the code since are not known")
         return
+    run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     changes = edited(state["code"], run.facts["code"])
     changes += [f"{name} (gone)" for name in state["code"] if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
@@ -394,6 +396,7 @@ def load_checkpoint(path, state, s, run):
         total = 0.0 if parallel.rank() else total
         s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
     s.skipped = state["skipped"]
+    s.init_sha256 = state["init_sha256"]
     run.step = state["step"]
     run.valid_tokens = state["valid_tokens"]
     run.since_log_tokens = state["since_log_tokens"]

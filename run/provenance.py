@@ -108,10 +108,12 @@ def path_hash(path) -> str:
 
 @functools.cache
 def order_hash(cfg, n_rows: int) -> str:
-    """Return a hash of the order in which a run visits the training rows, up to two million."""
+    """Return a hash of the rows of updates of the whole schedule: all, or 2,000 spread over it."""
     seed = cfg.seed if cfg.shuffle else None
-    n = min(cfg.schedule_steps * cfg.batch_rows, 1 << 21)
-    return hashlib.sha256(row_order(0, n, n_rows, seed).tobytes()).hexdigest()
+    end = cfg.schedule_steps
+    steps = np.linspace(0, end - 1, min(end, 2000)).astype(int).tolist()
+    rows = [row_order(step, cfg.batch_rows, n_rows, seed) for step in steps]
+    return hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest()
 
 
 def objective_source(name) -> dict[str, str]:

@@ -461,7 +461,7 @@ teacher: its content has changed since the student was trained
 {EVAL} => set data/val.json tokenizer_sha256="x" => \
 data: rows of another tokenizer than that of run/alra
 {EVAL} => set run/alra/model/config.json rope_theta=2e4 => its model/ is not the one that run
-{EVAL} => set run/alra/model/config.json probe=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1] => \
+{EVAL} => set run/alra/model/config.json probe=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1] => \
 restore the classes for students
 {EVAL} --teacher other => {OTHER}/config.json vocab_size=99 => \
 teacher=other: vocabulary of 99, but the tokenizer has 257

@@ -424,15 +424,15 @@ def test_the_first_results_of_a_process_equal_its_second():
 
 
 def test_the_reference_logits_are_those_of_transformers(tmp_path):
-    decoder = Qwen2(model_py.SMALL)
+    decoder = Qwen2(model_py.REFERENCE_SHAPE)
     weights = {}
     for name, p in decoder.state_dict().items():
         weights[name] = torch.arange(p.numel()).sin().view(p.shape)
     decoder.load_state_dict(weights)
     decoder.save_pretrained(tmp_path / "m")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    z = theirs(torch.arange(16)[None]).logits[0, -2:, 0]
-    assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-5, atol=1e-6)
+    z = theirs(torch.arange(1024)[None] % 64).logits[0, -2:, 0]
+    assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-4, atol=0)
 
 
 def gelu(self, x):
@@ -453,12 +453,38 @@ def test_an_edited_student_is_loaded_as_it_was_saved_or_refused(tmp_path, monkey
         assert type(load(tmp_path / "plain")) is Qwen2
         bf16 = Qwen2.from_pretrained(tmp_path / "edited", torch.bfloat16)
         assert type(bf16) is model_py.StudentDecoder
-    with refusal("edited: restore the classes for students in model.py"):
-        load(tmp_path / "edited")
+    for dtype in (torch.float32, torch.bfloat16):
+        with refusal("edited: restore the classes for students in model.py"):
+            Qwen2.from_pretrained(tmp_path / "edited", dtype)
     monkeypatch.setattr(model_py.MLP, "forward", gelu)
     for build in (lambda: load(tmp_path / "plain"), lambda: init_student(shape)):
         with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):
             build()
+
+
+class Windows(model_py.StudentAttention):
+    """Attention within windows of 32 tokens: as without them in the first one."""
+
+    def forward(self, x, cos, sin):
+        parts = zip(
+            *(each.split(32, dim) for each, dim in ((x, 1), (cos, 0), (sin, 0))), strict=True
+        )
+        return torch.cat([super(Windows, self).forward(*part) for part in parts], 1)
+
+
+class Dropout(model_py.StudentMLP):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize(("name", "edited"), [("Attention", Windows), ("MLP", Dropout)])
+def test_an_edit_counts_by_what_it_does_in_evaluation(name, edited, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_py, f"Student{name}", edited)
+    student = init_student(Qwen2Config(16, 24, 2, 2, 1, vocab_size=61))
+    student.save_pretrained(tmp_path / "m")
+    ids = torch.arange(99)[None] % 61
+    assert torch.equal(load(tmp_path / "m")(ids), student.eval()(ids))
+    assert ("probe" in read_json(tmp_path / "m/config.json")) == (edited is Windows)
 
 
 @dataclasses.dataclass(frozen=True)

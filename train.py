@@ -38,6 +38,7 @@ from lib.vocab import IGNORE
 from run import exits, startup
 from run.checkpoints import (
     check_methods,
+    check_records,
     finish_saving,
     resume,
     save_checkpoints,
@@ -384,6 +385,7 @@ def train_students(cfg) -> int:
     val = startup.open_data(cfg, "val")
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows))
+    parallel.on_first(check_records, run)
     learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
     rate = learning_rate(cfg.max_steps - 1, cfg)
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":

@@ -175,6 +175,17 @@ def newest_intact(live) -> dict[str, tuple]:
     return {}
 
 
+def check_records(run):
+    """Raise `UserError` for a run of other students, before a teacher computes anything for it."""
+    for name in run.cfg.methods:
+        for file in sorted(Path(run.cfg.out_dir, name).glob("checkpoints/step_*/state.json"))[-1:]:
+            try:
+                state = read_json(file, STATE)
+            except UserError:
+                continue  # `resume` says what is wrong with it, and may use an earlier one
+            check_same_run(name, file.parent, state, run)
+
+
 def check_same_run(name, checkpoint, state, run):
     """Raise `UserError` if a checkpoint belongs to another student than `name` of this run."""
     changes = student_changes(state["made_by"], run.facts["made_by"][name])

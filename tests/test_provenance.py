@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import inspect
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import train
 from lib import device, source
 from lib.files import read_json
 from losses import METHODS, Method
-from run import methods, objective_trial, provenance, startup, teacher_cache
+from run import objective_trial, provenance, startup, teacher_cache
 from tests import world
 from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
@@ -189,25 +188,15 @@ def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monk
         assert re.match("prior was '.*', now '", phrase)
 
 
-def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
-    """A set would list them in an order that changes with PYTHONHASHSEED."""
-    cfg = config(tiny, "unused", **{"methods": "alra", "alra.lr": 1.0})
-    order = [*inspect.signature(losses.alra).parameters][3:-1]  # all but `batch`
-    assert [*provenance.made_by(cfg, "alra")["hyper"]] == [*order, "lr", "w_kd", "w_ce"]
-
-
 def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_path, monkeypatch):
     """Also if the file keeps its size within one process."""
     teacher = shutil.copytree(tiny / "teacher", tmp_path / "teacher")
     cfg = config(tiny, "unused", methods="taid", teacher=teacher)
     before = provenance.made_by(cfg, "taid")
-    text = (teacher / "config.json").read_text()
-    assert "1e-06" in text
-    (teacher / "config.json").write_text(text.replace("1e-06", "1e-05"))
+    world.edit(teacher / "config.json", "rms_norm_eps=1e-05")
     monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving={}))
-    after = provenance.made_by(cfg, "taid")
-    changed = [key for key in before if before[key] != after[key]]
-    assert changed == ["moving", "teacher_sha256"]
+    changes = provenance.student_changes(before, provenance.made_by(cfg, "taid"))
+    assert {*changes} == {"moving", "teacher_sha256"}
 
 
 def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypatch, printed):
@@ -246,17 +235,6 @@ def test_a_checkpoint_of_an_older_version_goes_on(tiny, tmp_path, printed):
     world.write_json(state, old)
     assert train.distil(config(tiny, tmp_path, f"{flags}3")) == 0
     assert "of an older version, so edits of the code since are not known" in printed()
-
-
-def test_another_order_of_rows_is_another_student(tiny, monkeypatch):
-    cfg = config(tiny, "unused", methods="pretrain")
-    before = provenance.made_by(cfg, "pretrain")
-    plain = provenance.row_order
-    monkeypatch.setattr(provenance, "row_order", lambda *given: plain(*given)[::-1].copy())
-    provenance.order_hash.cache_clear()
-    changes = provenance.student_changes(before, provenance.made_by(cfg, "pretrain"))
-    provenance.order_hash.cache_clear()
-    assert [*changes] == ["order_sha256"]
 
 
 def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
@@ -320,11 +298,9 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
 
 
 def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
-    """Its arguments are defaults, shown by --help, and count like a setting."""
+    """Its arguments are defaults, and count like a setting."""
     row = Method(functools.partial(losses.vanilla_kd, tau=2.0))
     monkeypatch.setitem(METHODS, "soft", row)
-    line = "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False"
-    assert line in methods.method_lines()
     objective_trial.check_settings("soft", 64, t2_scaling=True)
     batch = (*torch.randn(2, 5, 9), torch.arange(5))
     loss, _ = losses.method_loss("soft", *batch)
@@ -337,7 +313,4 @@ def test_a_commit_with_edits_is_marked(edits, pattern, monkeypatch):
     answers = {"rev-parse": "abc\n", "diff": edits}
     git = mock.Mock(side_effect=lambda line, **_: SimpleNamespace(stdout=answers[line[3]]))
     monkeypatch.setattr(device.subprocess, "run", git)
-    commit = device.machine_facts(torch.device("cpu"))["git_commit"]
-    assert re.fullmatch(pattern, commit)
-    excluded = git.call_args.args[0][-1].removeprefix(":(top,exclude)")
-    assert (ROOT / excluded).samefile(ROOT / "study/results")  # a report written anew is no edit
+    assert re.fullmatch(pattern, device.machine_facts(torch.device("cpu"))["git_commit"])

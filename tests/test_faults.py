@@ -232,12 +232,19 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {EVAL} => truncate -s -100 {MODEL} => {MODEL}:
 {EVAL} => rm data/val.bin => data: no val.bin
 {SCORE} => echo {{ > {ITEMS} => lambada_openai
+{SCORE} => echo [1] > {ITEMS} => lambada_openai
 {PIQA} => : => piqa: no items/piqa/validation.jsonl and no folder items/baber/piqa
 {PIQA} => mkdir items/piqa; : > items/piqa/validation.jsonl => items/piqa/validation.jsonl: no rows
+{PIQA} => mkdir items/piqa; printf '{{"goal": "\351"}}\n' > items/piqa/validation.jsonl => \
+items/piqa/validation.jsonl: cannot be used .UnicodeDecodeError
 {PIQA} => mkdir items/piqa; printf '{{"goal": "a"}}\n{{\n' > items/piqa/validation.jsonl => \
 items/piqa/validation.jsonl, line 2: cannot be used .JSONDecodeError
+{PIQA} => mkdir items/piqa; echo [1] > items/piqa/validation.jsonl => \
+items/piqa/validation.jsonl, item 0: cannot be used .TypeError
 {STORIES} => : => storycloze_2016: its authors give the items out on request
 {STORIES} --storycloze=a.csv => : => --storycloze a.csv: no such file
+{STORIES} --storycloze=a.xml => echo x > a.xml => a.xml: expected one of .jsonl, .csv
+{STORIES} --storycloze=a.csv => printf 'InputSentence1\n\351\n' > a.csv => a.csv: cannot be used
 {SAMPLE} => echo {{ > run/alra/run.json => run/alra/run.json: cannot be used
 {GO_ON} => echo {{ > stopped/prepare.state => stopped/prepare.state: cannot be used
 {GO_ON} => : > stopped/train.bin.tmp => stopped/train.bin.tmp:
@@ -524,6 +531,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", unread)
         assert run(NEW) == 0
+        sys.stdout.close()
     with pytest.raises(BrokenPipeError):
         unread.close()
     assert not capsys.readouterr().err and end_of("new") == end_of("run")

@@ -200,8 +200,8 @@ def test_four_processes_hold_parts_of_unequal_size_and_copies(together, tiny, tm
 def test_a_process_holds_its_part_of_the_weights(together):
     lines = re.findall(r"process 1: (\d+ of \w+ in \w+)", together[1])
     n_student = world.n_params(init_student(STUDENT))
-    n_layers = 2 * (4 * 24 * 24 + 3 * 24 * 32 + 5 * 24)  # the teacher's
-    n_others = 2 * V * 24 + 24  # embedding, head, norm
+    n_others = 2 * V * 24 + 24  # the teacher's embedding, head, norm
+    n_layers = world.n_params(init_student(TEACHER)) - n_others
     for name, n in (("sums", 1), ("cut", 2), ("shard", 2)):
         students = f"{n_student // n} of Student in {name}"
         teacher = f"{n_layers // n + n_others} of Teacher in {name}"

@@ -562,8 +562,6 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
         run(out, flags, code)
     assert_same(whole, cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
-    run(tmp_path / "stopped", f"{flags} --max_skipped_updates=0 --keep_checkpoints=1", 1)
-    assert steps_of(tmp_path / "stopped/alra") == [2]
 
 
 def test_skips_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch, printed, run):
@@ -576,26 +574,6 @@ def test_skips_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch, printed
         if end == 2:
             assert final_bits(tmp_path, "pretrain", 0) == final_bits(tmp_path, "pretrain", 2)
     assert "pretrain stopped at step 6: 3 updates in a row skipped" in printed()
-
-
-def test_a_checkpoint_that_is_being_written_is_completed_before_an_error_ends_the_run(
-    tmp_path, monkeypatch, hook_update, run
-):
-    write = checkpoints.write_checkpoints
-
-    def write_late(*args):
-        time.sleep(0.2)
-        write(*args)
-
-    def fail(students, step, cfg):
-        if step == 2:
-            raise RuntimeError("lost")
-
-    monkeypatch.setattr(checkpoints, "write_checkpoints", write_late)
-    hook_update(before=fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        run(tmp_path, "--methods=pretrain")
-    assert steps_of(tmp_path / "pretrain") == [0, 2]
 
 
 def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(monkeypatch):
@@ -633,7 +611,6 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
         run(tmp_path, f"{flags} {by_minutes}", max_steps=n)
     lines = with_key(tmp_path, "pretrain", "loss")
     assert [r["eta_sec"] for r in lines] == [0, 100, 60, 40, 20, 0]
-    assert {r["tok_per_sec"] for r in lines[2:]} == {4 * SEQ / 20}
     assert steps_of(tmp_path / "pretrain") == [0, 1, 3, 5, 6]
 
 

@@ -61,7 +61,7 @@ naïve café. Über|🙂. 🙃!|日本語|e\u0301. A
 İ. x|½. x|²². y|Ⅷ. z
 if (x) {\n\treturn a.b;\r\n}\r\n|line\n|line \n|\n\n\n|\r\n\r\n|\r|a\rb|\t|tab\tx|    four
   \n  |\n    x|\u00a0. \u00a0|\u3000|a.\u3000b|a.\tb|a.\nb|a.\r\nb|a.\u2028b
-<|endoftext|>|�|\u200b|\x00|.|..|...|?|!|”|’|)|»|。|」|…|_x_.|*bold.*|a-b. c|O'Neil. D|A&B. C|MR. X
+<|endoftext|>|�|\u200b|.|..|...|?|!|”|’|)|»|。|」|…|_x_.|*bold.*|a-b. c|O'Neil. D|A&B. C|MR. X
 Etc. y|ETC.) z|7. a|77. b|777. c|7777. d|a7. e
 """
 

@@ -441,8 +441,7 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit_also_in_a_mixture(tmp_path, 
         assert revision == "c0ffee"
         return load_dataset(str(tmp_path / name), config, **keys)
 
-    info = huggingface_hub.DatasetInfo(id="someone/corpus", sha="c0ffee")
-    dataset_info = Mock(return_value=info)
+    dataset_info = Mock(return_value=Mock(sha="c0ffee"))
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)

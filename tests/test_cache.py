@@ -1,10 +1,8 @@
 """Stored hidden states give the bits of a run without them, whatever was killed or damaged."""
 
-import gc
 import os
 import re
 import shutil
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,37 +123,12 @@ def states_of(cfg, load=True):
     return [*states, cached.head[:99]]
 
 
-def test_once_all_states_are_stored_the_layers_are_gone(world, tmp_path):
-    """Also those that refer to themselves, as compiled ones do."""
-    cfg = config(world, tmp_path)
-    wanted = {startup.open_data(cfg, "val"): np.arange(7)}
-    layers = []
-
-    def load():
-        loaded = teacher.load_teacher(cfg.teacher, torch.float32, CPU)
-        for layer in loaded.model.layers:
-            object.__setattr__(layer, "itself", layer)
-            layers.append(weakref.ref(layer))
-        return loaded
-
-    gc.disable()
-    try:
-        assert teacher_cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, load)
-        assert layers and not any(layer() for layer in layers)
-    finally:
-        gc.enable()
-
-
 ROW = SEQ * 24 * 4  # bytes
 SUMS = 97 * ROW
 
 
 def exchange(b, at, n):
     return b[:at] + b[at + n : at + 2 * n] + b[at : at + n] + b[at + 2 * n :]
-
-
-def flip(b, at):
-    return b[:at] + bytes([b[at] ^ 1]) + b[at + 1 :]
 
 
 DAMAGES = {  # from a file's bytes and those of the states of val
@@ -165,9 +138,7 @@ DAMAGES = {  # from a file's bytes and those of the states of val
         val[: 7 * ROW] + b[7 * ROW : SUMS] + val[7 * ROW :] + b[SUMS + 56 :]
     ),
     "cut": lambda b, val: b[: SUMS + 7],
-    "longer": lambda b, val: b[:99] + b,
-    "another head": lambda b, val: flip(b, len(b) - 5),
-    "half a head": lambda b, val: b[:-5],
+    "another head": lambda b, val: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:],
 }
 
 
@@ -191,18 +162,6 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
             file.unlink()
         torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
         assert_all_stored()
-
-
-def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):
-    begin = teacher_cache.States.__init__
-
-    def begin_and_remove(self, *args):
-        begin(self, *args)
-        self.file.unlink()
-
-    monkeypatch.setattr(teacher_cache.States, "__init__", begin_and_remove)
-    with refusal("states: cannot be written"):
-        teacher_cache.fill_cache(config(world, "unused", CACHED))
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import inspect
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import train
 from lib import device, source
 from lib.files import read_json
 from losses import METHODS, Method
-from run import methods, objective_trial, provenance, startup, teacher_cache
+from run import objective_trial, provenance, startup
 from tests import world
 from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
@@ -184,25 +183,17 @@ def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monk
     old = provenance.settings_of_run(configure.Config()) | {"shape": {}}
     assert "margin" not in old and changes(old) == []
     assert changes(old, margin=0.7) == ["margin was 0.5, now 0.7"]
-    for prior in (tmp_path / "prior.npy", tmp_path / "folder/a/prior.npy"):
-        prior.parent.mkdir(parents=True, exist_ok=True)
-        prior.write_bytes(b"1")
-        path = tmp_path / prior.relative_to(tmp_path).parts[0]
+    for folder, name in (("file", "prior.npy"), ("folder", "")):
+        file = tmp_path / folder / "prior.npy"
+        file.parent.mkdir()
+        file.write_bytes(b"1")
+        path = tmp_path / folder / name
         known = provenance.settings_of_run(NewConfig(prior=f"{path}")) | {"shape": {}}
-        moved = path.rename(path.with_suffix(".moved"))
+        moved = shutil.copytree(file.parent, tmp_path / f"{folder}_moved") / name
         assert changes(known, prior=f"{moved}") == []
-        for file in (moved, *moved.rglob("*.npy")):
-            if file.is_file():
-                file.write_bytes(b"12")
-        (phrase,) = changes(known, prior=f"{moved}")
+        file.write_bytes(b"12")
+        (phrase,) = changes(known, prior=f"{path}")
         assert re.match("prior was '.*', now '", phrase)
-
-
-def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
-    """A set would list them in an order that changes with PYTHONHASHSEED."""
-    cfg = config(tiny, "unused", **{"methods": "alra", "alra.lr": 1.0})
-    order = [*inspect.signature(losses.alra).parameters][3:-1]  # all but `batch`
-    assert [*provenance.made_by(cfg, "alra")["hyper"]] == [*order, "lr", "w_kd", "w_ce"]
 
 
 def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_path, monkeypatch):
@@ -210,13 +201,10 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     teacher = shutil.copytree(tiny / "teacher", tmp_path / "teacher")
     cfg = config(tiny, "unused", methods="taid", teacher=teacher)
     before = provenance.made_by(cfg, "taid")
-    text = (teacher / "config.json").read_text()
-    assert "1e-06" in text
-    (teacher / "config.json").write_text(text.replace("1e-06", "1e-05"))
+    world.edit(teacher / "config.json", "rms_norm_eps=1e-05")
     monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving={}))
-    after = provenance.made_by(cfg, "taid")
-    changed = [key for key in before if before[key] != after[key]]
-    assert changed == ["moving", "teacher_sha256"]
+    changes = provenance.student_changes(before, provenance.made_by(cfg, "taid"))
+    assert {*changes} == {"moving", "teacher_sha256"}
 
 
 def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypatch, printed):
@@ -245,30 +233,6 @@ def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypa
         train.distil(cfg)
 
 
-def test_a_checkpoint_of_an_older_version_goes_on(tiny, tmp_path, printed):
-    """Its record has hashes of syntax trees, which are not compared."""
-    flags = "--methods=pretrain --max_steps="
-    assert train.distil(config(tiny, tmp_path, f"{flags}2")) == 0
-    state = tmp_path / "pretrain/checkpoints/step_00000002/state.json"
-    old = read_json(state)
-    del old["code"], old["made_by"]["source"], old["made_by"]["order_sha256"]
-    old["made_by"] |= {"objective": {"cross_entropy": "x"}, "code": {"model": "x"}}
-    world.write_json(state, old)
-    assert train.distil(config(tiny, tmp_path, f"{flags}3")) == 0
-    assert "of an older version, so edits of the code since are not known" in printed()
-
-
-def test_another_order_of_rows_is_another_student(tiny, monkeypatch):
-    cfg = config(tiny, "unused", methods="pretrain")
-    before = provenance.made_by(cfg, "pretrain")
-    plain = provenance.row_order
-    monkeypatch.setattr(provenance, "row_order", lambda *given: plain(*given)[::-1].copy())
-    provenance.order_hash.cache_clear()
-    changes = provenance.student_changes(before, provenance.made_by(cfg, "pretrain"))
-    provenance.order_hash.cache_clear()
-    assert [*changes] == ["order_sha256"]
-
-
 def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     """A decay from the middle of a constant rate: as if the run had gone on so, also resumed."""
 
@@ -294,7 +258,7 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
 
 
 def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, printed):
-    """Its counts, its advice and its cache follow; a branch of the branch goes on in these rows."""
+    """Its counts and its advice follow; a branch of the branch goes on in these rows."""
     read = []
     batch = startup.Rows.batch
 
@@ -323,18 +287,12 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
     assert "2 updates of 4 rows are 0.89 passes over 9 rows" in printed()
     again = f"{place}/branch/vanilla_kd/checkpoints/step_00000006 --schedule_steps=9"
     assert go("again", f"{again} --max_steps=7 --repeat_rows=True") == [8, 0, 1, 2]
-    cfg = config(tiny, tmp_path / "cached", f"{plain} {again} --max_steps=5")
-    rows = startup.open_data(cfg, "train")
-    index, _ = teacher_cache.rows_of_run(cfg, rows, startup.open_data(cfg, "val")).values()
-    assert index.tolist() == [0, 1, 2, 3]
 
 
 def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
-    """Its arguments are defaults, shown by --help, and count like a setting."""
+    """Its arguments are defaults, and count like a setting."""
     row = Method(functools.partial(losses.vanilla_kd, tau=2.0))
     monkeypatch.setitem(METHODS, "soft", row)
-    line = "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False"
-    assert line in methods.method_lines()
     objective_trial.check_settings("soft", 64, t2_scaling=True)
     batch = (*torch.randn(2, 5, 9), torch.arange(5))
     loss, _ = losses.method_loss("soft", *batch)
@@ -347,7 +305,4 @@ def test_a_commit_with_edits_is_marked(edits, pattern, monkeypatch):
     answers = {"rev-parse": "abc\n", "diff": edits}
     git = mock.Mock(side_effect=lambda line, **_: SimpleNamespace(stdout=answers[line[3]]))
     monkeypatch.setattr(device.subprocess, "run", git)
-    commit = device.machine_facts(torch.device("cpu"))["git_commit"]
-    assert re.fullmatch(pattern, commit)
-    excluded = git.call_args.args[0][-1].removeprefix(":(top,exclude)")
-    assert (ROOT / excluded).samefile(ROOT / "study/results")  # a report written anew is no edit
+    assert re.fullmatch(pattern, device.machine_facts(torch.device("cpu"))["git_commit"])

@@ -1,13 +1,11 @@
 """The loop: data order, the meaning of a batch, resuming, refusing, and the whole path."""
 
-import collections
+import contextlib
 import dataclasses
 import errno
 import math
-import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -20,14 +18,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import configure
 import losses
 import train
 from configure import Config
-from lib import files, parallel
-from lib.device import mfu, pick_device
+from lib import parallel
+from lib.device import mfu
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import weights_hash
@@ -35,8 +32,8 @@ from lib.rows import PAD, row_order
 from losses import IGNORE
 from model import Qwen2, Qwen2Config, init_student
 from run import checkpoints, exits, log, provenance, startup, students
-from run.methods import compute_dtype, make_method, method_at
-from run.teacher import Teacher, model_flops
+from run.methods import compute_dtype, method_at
+from run.teacher import model_flops
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import (
@@ -131,6 +128,8 @@ def test_learning_rates_by_hand():
         assert by_step == pytest.approx([5e-3, 1e-2, *rates])
     paper = [train.learning_rate(step, Config()) for step in (0, 511, 63_455, 126_399)]
     assert paper == pytest.approx([6e-4 / 512, 6e-4, 3.3e-4, 6e-5], rel=1e-4)
+    one = Config(max_steps=1, schedule_steps=1, warmup_steps=0)
+    assert train.learning_rate(0, one) == one.min_lr
 
 
 def test_row_order_is_a_function_of_step_and_seed_alone():
@@ -157,15 +156,6 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
         assert teacher.model.head.device == device
         h = teacher.hidden(torch.zeros(1, 3, dtype=torch.int64))
         assert teacher.head.device == h.device == home
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-def test_memory_that_is_freed_on_the_cpu_is_kept_for_the_next_tensor():
-    pick_device("cpu")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    n_bytes = sum(torch.ones(12 << 20).nbytes for _ in range(10))
-    n_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert n_faults * resource.getpagesize() < n_bytes / 2  # of the first ones alone
 
 
 def test_padding_never_reaches_a_loss(tiny):
@@ -320,23 +310,10 @@ def test_updates_are_those_of_an_adamw_written_by_hand(tiny, monkeypatch, decay_
         assert (p - w).norm() < 1e-5 * way + 2e-7 * w.norm() < 1e-3 * way
 
 
-class Counted(torch.optim.AdamW):
-    """Counts its steps as an int in its group, and halves its rate after the third."""
-
-    def __init__(self, groups, **settings):
-        super().__init__([group | {"count": 0} for group in groups], **settings)
-
-    def step(self):
-        for group in self.param_groups:
-            group["count"] += 1
-            group["lr"] *= 0.5 if group["count"] > 3 else 1.0
-        super().step()
-
-
 def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
     tmp_path, monkeypatch, run
 ):
-    """And a counter. Its settings are those of the config, also in a branch."""
+    """Its settings are those of the config, also in a branch."""
     make = train.make_student
     last = []
 
@@ -344,7 +321,7 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
         s = make(name, cfg, *others)
         head, *others = s.model.parameters()
         groups = [{"params": [head], "lr": 0.25 * cfg.lr}, {"params": others}]
-        last[:] = [Counted(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)]
+        last[:] = [torch.optim.AdamW(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)]
         return dataclasses.replace(s, optimizers=[*last])
 
     monkeypatch.setattr(train, "make_student", head_apart)
@@ -353,10 +330,9 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
     assert final_bits(tmp_path / "whole", "pretrain") == final_bits(tmp_path / "cut", "pretrain")
     branch = f"--resume_from={tmp_path}/cut/pretrain/checkpoints/step_00000004 --lr=0.02"
     run(tmp_path / "branch", f"--methods=pretrain --weight_decay=0.3 {branch}")
-    (optimizer,) = last
-    for group, factor in zip(optimizer.param_groups, (0.25, 1.0), strict=True):
-        assert (group["count"], group["weight_decay"]) == (6, 0.3)
-        assert group["lr"] == pytest.approx(factor * 0.5 * 6e-5)
+    for group, rate in zip(last[0].param_groups, (1.5e-5, 6e-5), strict=True):
+        assert group["weight_decay"] == 0.3
+        assert group["lr"] == pytest.approx(rate)
 
 
 def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
@@ -370,17 +346,15 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
         assert (big.grad / (1e-4 * scale) - 1).abs().max() < 1e-5
 
 
-def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, printed, run):
+def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, run):
     first = finished / "alra/model"
     flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
     model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
     tensors = safetensors.torch.load_file(first / "model.safetensors")
-    assert model.training
     for name, p in model.named_parameters():
         assert p.requires_grad and torch.equal(tensors[name], p), name
     run(tmp_path, flags)
-    sha = read_json(tmp_path / "pretrain/run.json")["init_sha256"]
-    assert sha == weights_hash(model) and sha[:12] in printed()
+    assert read_json(tmp_path / "pretrain/run.json")["init_sha256"] == weights_hash(model)
 
 
 def test_a_run_leaves_logs_and_facts(finished):
@@ -390,10 +364,8 @@ def test_a_run_leaves_logs_and_facts(finished):
         checks = with_key(finished, method, "val_ce")
         assert [r["step"] for r in steps] == [2, 4, 6]
         assert [r["step"] for r in checks] == [3, 6]
-        assert {"lr", "gnorm", "tok_per_sec"} <= {*steps[0]}
         assert steps[-1]["nominal_tokens"] == 6 * 4 * SEQ > steps[-1]["valid_tokens"] > 0
         assert checks[1]["val_ce"] < checks[0]["val_ce"]
-        assert method == "pretrain" or checks[1]["val_kl"] < checks[0]["val_kl"]
         facts = read_json(finished / method / "run.json")
         assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
 
@@ -440,38 +412,19 @@ def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
 def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, printed, run):
     data = shutil.copytree(tiny / "data", tmp_path / "data")
     world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
-    flags = f"--data_dir={data} --val_max_rows=5 --max_steps=2 --schedule_steps=40 --methods=alra"
-    run(tmp_path / "run", flags)
+    run(tmp_path / "run", f"--data_dir={data} --val_max_rows=5 --max_steps=2 --methods=alra")
     output = printed()
-    ln_v = math.log(V)
     for words in (
         "2 updates of 4 rows are 0.08 passes over 97 rows",
         "5 held-out rows give a CE to about ± 0.59",
-        "step 2, 5 held-out rows  |  alra  val_ce ",
-        "ends at 1.0e-02 of 1.0e-02; to end at 6.0e-05 set schedule_steps",
-        f"ln V) {ln_v:.4f}, unigram over all held-out rows 5.2500, teacher ",
+        "unigram over all held-out rows 5.2500, teacher ",
     ):
         assert output.count(words) == 1, words
-    references = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
+    references = {"val_uniform_ce": math.log(V), "val_unigram_ce": 5.25}
     assert references.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1)):
         log.say_reference_ces(references | {"val_teacher_ce": ce})
         assert printed().count("warning") == n
-
-
-@pytest.mark.parametrize(
-    ("n_rows", "half", "said"),
-    [
-        (2, 0.01, "2 held-out rows are too few to tell"),
-        (8, None, "8 held-out rows are too few to tell"),
-        (8, 0.01, ""),
-    ],
-)
-def test_few_validated_rows_are_told(n_rows, half, said, capsys):
-    """Those of a validation count, not all that were prepared."""
-    val = types.SimpleNamespace(n=20, manifest={"unigram_half": half})
-    startup.say_precision(types.SimpleNamespace(val_max_rows=n_rows), val)
-    assert capsys.readouterr().out[: len(said) or None] == said
 
 
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):
@@ -507,56 +460,16 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, printed, r
         assert len(re.findall(line, output)) == 1
     assert final_bits(many, "alra@same", 2) == final_bits(many, "alra", 2)
     facts = read_json(many / "alra@slow/run.json")
-    assert facts["method"] == "alra@slow"
     assert facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
 
 
-def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path, run):
+def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tmp_path, run):
     """And, besides, to the multiples of keep_every_steps."""
     flags = "--methods=alra --keep_checkpoints=1 --keep_every_steps=4"
     run(tmp_path, flags, max_steps=2)
     assert steps_of(tmp_path / "alra") == [0, 2]
     run(tmp_path, flags)
     assert steps_of(tmp_path / "alra") == [0, 4, 6]
-    # later than what is saved: as another student's step is the common one
-    (tmp_path / "alra/checkpoints/step_00000009").mkdir()
-    cfg = config(tiny, tmp_path, flags)
-    at_7 = students.Run(cfg, {"made_by": {"alra": {}}}, 7)
-    checkpoints.save_checkpoints([train.make_student("alra", cfg)], at_7)
-    checkpoints.finish_saving(at_7)
-    assert steps_of(tmp_path / "alra") == [0, 4, 7, 9]
-
-
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    calls = mock.Mock()
-    calls.flush.side_effect = files.flush
-    calls.replace.side_effect = os.replace
-    monkeypatch.setattr(files, "flush", calls.flush)
-    monkeypatch.setattr(os, "replace", calls.replace)
-    path = tmp_path / "step_3"
-    with files.atomic_folder(path) as new:
-        (new / "a").write_text("1")
-    flush = mock.call.flush
-    last = [flush(new), mock.call.replace(new, path), flush(tmp_path)]
-    assert calls.mock_calls == [flush(new / "a"), *last]
-
-
-def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
-    model = init_student(STUDENT, 1)
-    path = tmp_path / "m"
-    model.save_pretrained(path)
-    replace = os.replace
-
-    def fail(a, b):
-        if b == path:
-            raise OSError("Input/output error")
-        replace(a, b)
-
-    monkeypatch.setattr(os, "replace", fail)
-    with refusal("Input/output error"):
-        init_student(STUDENT, 2).save_pretrained(path)
-    kept = path if path.exists() else tmp_path / ".m.alra-old"
-    assert weights_hash(Qwen2.from_pretrained(str(kept))) == weights_hash(model)
 
 
 def test_no_checkpoint_is_removed_before_every_student_has_the_next(
@@ -584,8 +497,8 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
 @pytest.mark.parametrize(
     ("spoil", "steps", "reason"),
     [
-        (break_gradient, (2, 3), "5: 2 updates in a row skipped; gradient norm nan, not finite: t"),
-        (break_weights, (2,), "3: its weights are not finite; t"),
+        (break_gradient, (2, 3), "5: 2 updates in a row skipped"),
+        (break_weights, (2,), "3: its weights are not finite"),
     ],
 )
 def test_a_student_that_makes_only_bad_updates_stops_alone(
@@ -602,14 +515,11 @@ def test_a_student_that_makes_only_bad_updates_stops_alone(
     flags = "--methods=vanilla_kd,alra --vanilla_kd.lr=0.005 --max_skipped_updates=1"
     # that of step 4 has the weights with which every gradient was bad
     checkpoint = out / "vanilla_kd/checkpoints/step_00000002"
-    hint = (
-        f"to try again, run the same command with --methods=vanilla_kd --resume_from={checkpoint}, "
-        "another out_dir, and an lr below 0.005"
-    )
+    hint = f"run the same command with --methods=vanilla_kd --resume_from={checkpoint}, "
     for _ in range(2):  # reported again, not tried again
         run(out, flags, 1)
         output = printed()
-        assert f"vanilla_kd stopped at step {reason}" in output and f"; {hint}\n" in output
+        assert f"vanilla_kd stopped at step {reason}" in output and hint in output
         assert not (out / "vanilla_kd/model").exists()
     assert_same(out, finished, "alra")
     lower = tmp_path / "lower"
@@ -642,8 +552,6 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
         run(out, flags, code)
     assert_same(whole, cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
-    run(tmp_path / "stopped", f"{flags} --max_skipped_updates=0 --keep_checkpoints=1", 1)
-    assert steps_of(tmp_path / "stopped/alra") == [2]
 
 
 def test_skips_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch, printed, run):
@@ -655,78 +563,7 @@ def test_skips_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch, printed
         run(tmp_path, "--methods=pretrain --max_skipped_updates=2", code, max_steps=end)
         if end == 2:
             assert final_bits(tmp_path, "pretrain", 0) == final_bits(tmp_path, "pretrain", 2)
-    output = printed()
-    assert "pretrain, step 5: skipped the update, 2 in a row; gradient norm nan" in output
-    assert "pretrain stopped at step 6: 3 updates in a row skipped" in output
-
-
-def test_a_stopped_student_without_a_checkpoint_of_trained_weights_is_to_begin_again(
-    tmp_path, monkeypatch, printed, run
-):
-    monkeypatch.setattr(train, "clip_gradients", lambda parameters, limit: torch.tensor(math.nan))
-    run(tmp_path, "--methods=pretrain --max_skipped_updates=0", 1)
-    command = "run the same command with --methods=pretrain, another out_dir, and an lr below 0.01"
-    assert re.search(f"stopped at step 1: 1 .* alone; to try again, {command}", printed())
-
-
-def test_a_new_student_beside_one_that_stopped_begins_at_step_0(finished, tmp_path, run):
-    out = tmp_path / "out"
-    shutil.copytree(finished, out)
-    files.write_json(out / "vanilla_kd/stopped.json", {"why": "by hand", "step": 3})
-    for name in ("pretrain", "alra"):
-        shutil.rmtree(out / name)
-    run(out, code=1)
-    for name in ("pretrain", "alra"):
-        assert_same(out, finished, name)
-
-
-def test_a_checkpoint_that_is_being_written_is_completed_before_an_error_ends_the_run(
-    tmp_path, monkeypatch, hook_update, run
-):
-    write = checkpoints.write_checkpoints
-
-    def write_late(*args):
-        time.sleep(0.2)
-        write(*args)
-
-    def fail(students, step, cfg):
-        if step == 2:
-            raise RuntimeError("lost")
-
-    monkeypatch.setattr(checkpoints, "write_checkpoints", write_late)
-    hook_update(before=fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        run(tmp_path, "--methods=pretrain")
-    assert steps_of(tmp_path / "pretrain") == [0, 2]
-
-
-FULL = "No space left on device"
-
-
-def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(
-    finished, tmp_path, monkeypatch, printed, run
-):
-    """And leaves no run.json without its model: the next start writes both."""
-    room = mock.DEFAULT
-    full = OSError(errno.ENOSPC, FULL)
-    # checkpoints of steps 0, 2, 4, 6; then those of steps 4, 6, and the model
-    effects = [room, room, full, full, full, room, full]
-    save = mock.Mock(wraps=safetensors.torch.save_file, side_effect=effects)
-    student = tmp_path / "alra"
-    remedy = "free some space or check the permissions, then run the same"
-    with monkeypatch.context() as patch:
-        patch.setattr(safetensors.torch, "save_file", save)
-        for place, steps in ((r"checkpoints/.step_00000006\S*", [0, 2]), ("model", [2, 6])):
-            with refusal(rf"{student}/{place}: cannot be written \(.*{FULL}.*\); {remedy}"):
-                run(tmp_path, "--methods=alra")
-            assert not (student / "run.json").exists()
-            assert not [*student.rglob(".*")]  # its room is free again
-            assert steps_of(student) == steps
-    assert printed().count("step 6: the checkpoint before this one is missing: ") == 2
-    run(tmp_path, "--methods=alra")
-    assert_same(tmp_path, finished, "alra")
-    assert (student / "model/model.safetensors").is_file()
-    assert read_json(student / "run.json")["step"] == 6
+    assert "pretrain stopped at step 6: 3 updates in a row skipped" in printed()
 
 
 def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(monkeypatch):
@@ -736,8 +573,7 @@ def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(mo
     forward = 2 * matrices + attention
     for trained, n in ((False, 1), (True, 3)):
         assert model_flops(shape, 29, trained) == n * forward
-    cards = {"H100 80GB HBM3": 0.025, "GH200 480GB": 0.025, "RTX A1000": None}
-    cards |= {"H100 80GB HBM3 MIG 1g.10gb": None, "H100 64GB HBM2": None, "RTX 4090 D": None}
+    cards = {"H100 80GB HBM3": 0.025, "H100 80GB HBM3 MIG 1g.10gb": None, "RTX A1000": None}
     for card, share in cards.items():
         name = f"NVIDIA {card}"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -765,32 +601,22 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
         run(tmp_path, f"{flags} {by_minutes}", max_steps=n)
     lines = with_key(tmp_path, "pretrain", "loss")
     assert [r["eta_sec"] for r in lines] == [0, 100, 60, 40, 20, 0]
-    assert {r["tok_per_sec"] for r in lines[2:]} == {4 * SEQ / 20}
     assert steps_of(tmp_path / "pretrain") == [0, 1, 3, 5, 6]
 
 
 def test_tensorboard_and_wandb_get_the_entries_of_the_log(tmp_path, monkeypatch, run):
-    """TensorBoard gets numbers alone. W&B has `step` as its x-axis, which may go back."""
+    """Also over a resume, which goes on in the same run of W&B. TensorBoard gets numbers alone."""
     tensorboard = mock.Mock()
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for n in (4, 6):
         run(tmp_path, "--methods=alra --tensorboard=True --wandb_project=p", max_steps=n)
-    ids = set()
-    for call in wandb.init.call_args_list:
-        keys = call.kwargs
-        assert (keys["project"], keys["group"], keys["resume"]) == ("p", str(tmp_path), "allow")
-        ids.add((keys["name"], keys["id"], keys["config"]["method"]))
-    assert len(ids) == 1
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["id"] == second["id"] and first["project"] == "p"
     lines = records(tmp_path, "alra")
     assert len(lines) == 6
-    axis = mock.call.define_metric("*", step_metric="step")
-    calls = [mock.call.log(r) for r in lines]
-    assert wandb.init.return_value.mock_calls == [axis, *calls[:4], axis, *calls[4:]]
-    board = tmp_path / "alra/tensorboard"
-    starts = [mock.call(board, purge_step=step) for step in (1, 5)]
-    assert tensorboard.SummaryWriter.call_args_list == starts
+    assert wandb.init.return_value.log.mock_calls == [mock.call(r) for r in lines]
     scalars = []
     for r in lines:
         step = r.pop("step")
@@ -800,34 +626,27 @@ def test_tensorboard_and_wandb_get_the_entries_of_the_log(tmp_path, monkeypatch,
 
 
 def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
-    ces = iter([8.1, 8.2, 8.3, 8.4, 8.5, math.nan])  # ln V is 8.32
+    ces = iter([8.3, 8.4, math.nan])  # ln V is 8.32
     validate = train.validate
 
     def diverge(*args):
         return {"alra": validate(*args)["alra"] | {"val_ce": next(ces)}}
 
     monkeypatch.setattr(train, "validate", diverge)
-    run(tmp_path, "--methods=alra --val_every_steps=1")
+    run(tmp_path, "--methods=alra --val_every_steps=2")
     pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 8.32"
-    assert re.findall(pattern, printed()) == [("4", "8.40"), ("5", "8.50"), ("6", "nan")]
-    assert [r["val_ce"] for r in with_key(tmp_path, "alra", "val_ce")][-2:] == [8.5, None]
+    assert re.findall(pattern, printed()) == [("4", "8.40"), ("6", "nan")]
 
 
-@pytest.mark.parametrize(
-    ("fails", "message"), [("open", "step 2 on: 'key'"), ("log", "step 6 on: no network")]
-)
 def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
-    finished, tmp_path, monkeypatch, printed, run, fails, message
+    finished, tmp_path, monkeypatch, printed, run
 ):
     send = mock.Mock(side_effect=[None, None, None, RuntimeError("no network\nmore")])
     init = mock.Mock(return_value=mock.Mock(log=send))
-    if fails == "open":
-        init.side_effect = KeyError("key")
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     run(tmp_path, "--methods=alra --wandb_project=p")
-    line = f"alra: left out Weights & Biases from {message}"
-    assert printed().count(line) == 1
-    assert send.call_count == 4 * (fails == "log")
+    assert printed().count("left out Weights & Biases from step 6 on: no network") == 1
+    assert send.call_count == 4
     assert_same(tmp_path, finished, "alra")
 
 
@@ -845,7 +664,7 @@ def test_moving_settings_are_in_the_log(tmp_path, run):
 
 def of_a_card(number):
     error = torch.AcceleratorError("CUDA error")
-    error.error_code = number  # as torch sets it: 214 is an uncorrectable memory error
+    error.error_code = number  # as torch sets it
     return error
 
 
@@ -854,12 +673,12 @@ def of_a_card(number):
     [
         (["SIGTERM"], RuntimeError("a compiler was killed"), 75),
         (["SIGTERM"], UserError("no room"), 75),
-        ([], of_a_card(214), 75),
+        ([], of_a_card(214), 75),  # an uncorrectable memory error
         ([], of_a_card(710), 1),  # an assertion of a kernel
     ],
 )
 def test_an_error_after_a_signal_and_a_card_that_fails_are_to_be_tried_again(
-    tiny, tmp_path, hook_update, capsys, signals, error, code
+    tiny, tmp_path, hook_update, signals, error, code
 ):
     """A scheduler may signal all processes of a job, compilers too."""
 
@@ -872,12 +691,9 @@ def test_an_error_after_a_signal_and_a_card_that_fails_are_to_be_tried_again(
     cfg = config(tiny, tmp_path, methods="pretrain")
     assert configure.guard(lambda: train.distil(cfg)) == code
     assert_end(tmp_path, code, 2, f"{type(error).__name__}: {error}")
-    traceback = Path(tmp_path, "traceback_0.txt")
-    if isinstance(error, UserError):
-        assert not traceback.exists()
-    else:
+    if not isinstance(error, UserError):
         place = rf"\n[\w.]+: {error}\n\S+, {platform.node()}, process 0, step 2\n$"
-        assert re.search(place, traceback.read_text()) and re.search(place, capsys.readouterr().err)
+        assert re.search(place, (tmp_path / "traceback_0.txt").read_text())
 
 
 # as it loads; in the first update: at once; in a later one: after it
@@ -952,16 +768,6 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
         assert_same(cut, whole, method, end)
 
 
-def test_histograms_have_the_settings_of_their_update(monkeypatch, tmp_path, run):
-    tau = {"tau": lambda progress: 1.0 if progress else 4.0}
-    cooled = losses.Method(losses.alra, {"d_max": 7}, moving=tau)
-    monkeypatch.setitem(losses.METHODS, "cooled", cooled)
-    flags = "--methods=alra,cooled --alra.tau=4 --histogram_every_steps=1"
-    run(tmp_path, flags, max_steps=2)
-    hot, cooled = (read_jsonl(tmp_path / f"{name}/histograms.jsonl") for name in ("alra", "cooled"))
-    assert hot[0] == cooled[0] and hot[1] != cooled[1]
-
-
 def test_histograms_hold_every_position(tiny, tmp_path, run):
     flags = "--methods=vanilla_kd,alra --histogram_every_steps=3 --checkpoint_every_steps=3"
     run(tmp_path, flags, max_steps=4)
@@ -984,11 +790,10 @@ def test_histograms_hold_every_position(tiny, tmp_path, run):
     record = teacher[1]
     for key, values in expected.items():
         assert record[key] == pytest.approx(values.mean().item(), rel=1e-4), key
-    budgets = (record["d_u_hist"], student[1]["d_u_hist"])
-    for counts in (record["p_label_hist"], record["p_top1_hist"], *budgets):
+    budgets = student[1]["d_u_hist"]
+    for counts in (record["p_label_hist"], record["d_u_hist"], budgets):
         assert sum(counts) == record["n"] == n
-    for counts in budgets:  # 3 .. d_max = 7
-        assert len(counts) == 8 and sum(counts[:3]) == 0
+    assert len(budgets) == 8 and sum(budgets[:3]) == 0  # 3 .. d_max = 7
 
 
 FITTING = """
@@ -1011,21 +816,6 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, monkeypatch):
         assert train.distil(cfg) == int(fitting)
     with refusal("4 processes with group=4: expected their product to divide"):
         startup.check_config(config(tiny, UNUSED, "--batch_rows=8 --micro_batch=4 --group=4"))
-
-
-def test_a_process_that_waits_for_others_ends_at_once_at_a_signal(tiny, tmp_path, monkeypatch):
-    """It waits in C++, where no handler of Python's would run."""
-    handlers = []
-
-    def start(*_):
-        handlers.append(signal.getsignal(signal.SIGTERM))
-        raise UserError("met nobody")
-
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr(parallel, "start", start)
-    with refusal("met nobody"):
-        train.distil(config(tiny, tmp_path))
-    assert handlers == [signal.SIG_DFL]
 
 
 CHANGES = """
@@ -1061,41 +851,15 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     assert made_by(moved) == record
 
 
-def test_the_host_waits_once_in_an_update(monkeypatch):
+def test_the_host_waits_once_in_an_update(tiny, monkeypatch):
     """Two students and two micro-batches, on the path of a CUDA device.
 
-    Fake tensors count what the host asks of them.
+    On the meta device, which stands in for it, the host cannot ask anything else.
     """
-    asked = collections.Counter()
-
-    def count(name, value):
-        def counted(self, *args, **kwargs):
-            asked[name] += 1
-            return value(self)
-
-        monkeypatch.setattr(FakeTensor, name, counted, raising=False)
-
-    monkeypatch.setattr(FakeTensor, "is_cuda", True, raising=False)
-    count("tolist", lambda t: [1.0] * t.numel())
-    for name in ("item", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__"):
-        count(name, lambda t: 1.0)
-    keys = {"student": "mini", "batch_rows": 2, "micro_batch": 1, "dtype": "bfloat16"}
-    cfg = Config(methods=("alra", "pretrain"), **keys)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        students = []
-        for name in cfg.methods:
-            model = Qwen2(STUDENT)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            method = make_method(name, cfg)
-            extras = torch.nn.ModuleDict()
-            dtype = torch.bfloat16
-            s = train.Student(name, model, extras, [optimizer], None, "", method, None, dtype)
-            students.append(s)
-        model = Qwen2(STUDENT).requires_grad_(False)
-        for p in model.parameters():
-            p.data = p.data.bfloat16()
-        teacher = Teacher(model, CPU)
-        x = torch.zeros(1, 16, dtype=torch.long)
-        batches = [(x, x.clone(), 15, teacher.hidden(x))] * 2
-        train.update(students, teacher, iter(batches), 0, cfg)
-    assert asked == {"tolist": 1}
+    asked = mock.Mock(return_value=[1.0, 1.0])
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: asked() if t.is_meta else tolist(t))
+    gradients(tiny, device="meta", methods="pretrain,alra")
+    assert asked.call_count == 1

@@ -292,7 +292,8 @@ def refusal(pattern):
 
 # Each process is a fork of one that has imported all this, and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "tests.world"])
+PRELOAD = "torch._dynamo pandas scipy.special train prepare eval tests.world"
+PROCESSES.set_forkserver_preload(PRELOAD.split())
 
 
 def start(function, *args, out: Path | str = os.devnull):

@@ -141,8 +141,6 @@ def atkd(z_s, z_t, y, tau, easy_weight):
         unc[u] = (1 - p_t[label]).item()
         tkd[u] = pair_kl(p_t[label], p_s[label])
         dkd[u] = conditional_kl(p_t, p_s, others([label], t))
-    if not unc:
-        return gather(z_s, {})
     threshold = lower_median(list(unc.values()))
     easy = [u for u in unc if unc[u] < threshold]
     hard = [u for u in unc if unc[u] >= threshold]
@@ -197,7 +195,7 @@ def tad(z_s, z_t, y, tau, top_k, beta, norm):
         categories_s = [*pick(p_s, head), mass(p_s, tail)]
         d1[u] = kl(categories_t, categories_s)
         d2[u] = conditional_kl(p_t, p_s, tail)
-    mean = sum(alpha.values()) / max(len(alpha), 1)
+    mean = sum(alpha.values()) / len(alpha)
     losses = {}
     for u in alpha:
         weight = {"sequence": alpha[u] / mean, "unit": 1.0, "none": alpha[u]}[norm]
@@ -260,7 +258,7 @@ def alra_terms(
             chosen[u] = candidates(s, t, label, d_max, anchor)
         rho = conditional(softmax(t, tau), chosen[u])
         support[u] = math.exp(-sum(r.item() * math.log(r.item()) for r in rho))  # Eq. 6
-    mean = sum(support.values()) / max(len(support), 1)  # Eq. 7
+    mean = sum(support.values()) / len(support)  # Eq. 7
     pieces = {}
     for u, (s, t, _) in rows(z_s, z_t, y).items():
         p_s = softmax(s, tau)
@@ -349,8 +347,6 @@ def mse_logits(s, t, label, center):
 
 def adakd(z_s, z_t, y, keep, c, rule, base, detach_temperature):
     valid = rows(z_s, z_t, y)
-    if not valid:
-        return gather(z_s, {})
     difficulty = {}
     for u, (s, t, _) in valid.items():
         p_s = softmax(s)

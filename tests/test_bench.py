@@ -36,10 +36,8 @@ def test_one_command_runs_every_case(monkeypatch, printed):
         bench.main(["fused", "--device=cpu", "--tiny"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
-    text = printed()
-    cases = [line.split(" | ")[0] for line in text.splitlines()[4:]]
+    cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]
     assert cases == ["| products alone", "| alra, not compiled", "| alra", "| vanilla_kd"]
-    assert "'git_commit': " in text and f"'torch': '{torch.__version__}'" in text
 
 
 def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
@@ -58,8 +56,6 @@ def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bench.subprocess, "call", call)
-    (tmp_path / "gpu/mini/alra").mkdir(parents=True)
-    (tmp_path / "gpu/mini/run.json").write_text("of an earlier hour")
     models = "--models=demo_teacher,mini"
     bench.main(["gpu", "--tiny", "--device=cpu", models, f"--out={tmp_path}/gpu"])
     assert scripts == ["-m", "prepare.py", "train.py", "train.py"]

@@ -5,11 +5,9 @@ The recorded numbers of the authors' codes are in test_golden.py, the fused head
 
 import functools
 import itertools
-import json
 import math
 import re
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from lib import vocab
 from losses import IGNORE, METHODS, method_loss
 from run import methods, objective_trial
 from tests import naive, world
-from tests.world import read_table
 
 # One row per objective. The naive comparison goes through the settings of the paper's variants.
 VARIANTS = {name for name, row in METHODS.items() if row.fn is losses.alra}
@@ -255,28 +252,6 @@ def test_alra_pieces_are_those_of_the_paper(anchor, kind):
         for key in ("d_u", "support", "mass", "local", "rest", "pair"):
             got = getattr(terms, key)[u].item()
             assert got == pytest.approx(float(piece[key]), rel=1e-9, abs=1e-12)
-
-
-ANCHORS = read_table("""
-none => 8 => [0, 1, 2, 3] => the proposal
-teacher => 8 => [0, 1, 2, 9] => the lowest-ranked goes
-label => 8 => [0, 1, 2, 8] => so does it here
-both => 8 => [0, 1, 8, 9] => the last two go
-both => 3 => [0, 1, 3, 9] => 3 ranks lowest but is an anchor: 2 goes
-both => 0 => [0, 1, 2, 9] => the label is proposed
-both => 9 => [0, 1, 2, 9] => the anchors are one token
-label => -100 => [0, 1, 2, 3] => an ignored label counts as token 0, which is proposed
-""")
-
-
-@pytest.mark.parametrize(("anchor", "label", "expected", "why"), ANCHORS)
-def test_a_missing_anchor_replaces_the_lowest_proposal_that_is_none(anchor, label, expected, why):
-    z_s = -torch.arange(11.0)[None]  # ranks 0, 1, 2, ..
-    z_t = torch.zeros(1, 11)
-    z_t[0, 9] = 1.0
-    y = torch.tensor([int(label)])
-    terms = losses.alra(z_s, z_t, y, d_min=2, d_max=4, anchor=anchor)
-    assert sorted(terms.tokens[0].tolist()) == json.loads(expected), why
 
 
 def test_choices_are_the_same_in_fp32():
@@ -696,9 +671,7 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     settings = losses.default_settings(losses.tad) | {"top_k": 5}
     first = naive.tad(z_s[:6], z_t[:6], y[:6], **settings)
     second = naive.tad(z_s[6:], z_t[6:], y[6:], **settings)
-    alone = torch.cat([first, second])
-    assert_close(both, alone)
-    assert not torch.allclose(losses.tad(z_s, z_t, y, top_k=5), alone)
+    assert_close(both, torch.cat([first, second]))
 
 
 # --- the further objectives: identities, constants, what moves and what is random
@@ -746,9 +719,6 @@ def test_taids_t_moves_over_the_run():
 
     assert at("taid", 500, w_ce=1.0) == {"t": pytest.approx(0.7)}
     assert at("taid", 500, t=0.2) == {}  # a value that was set stays
-    student = SimpleNamespace(name="taid", method=METHODS["taid"])
-    taid = methods.method_at(student, 1000, SimpleNamespace(schedule_steps=1000, device="cpu"))
-    assert torch.equal(taid.hyper["t"], torch.tensor(1.0, dtype=torch.float64))
 
 
 TRACED = """

@@ -95,6 +95,16 @@ def per_position(f):
     return objective
 
 
+def of_probabilities(f):
+    """An objective from f(p_s, p_t, ..), the loss of two softmaxes; without a tau, at 1."""
+
+    @per_position
+    def objective(s, t, label, tau=1.0, **settings):
+        return f(softmax(s, tau), softmax(t, tau), **settings)
+
+    return objective
+
+
 @per_position
 def cross_entropy(s, t, label):
     return -torch.log(softmax(s)[label])
@@ -311,22 +321,20 @@ def alra(z_s, z_t, y, lambda_pair, w_mass, w_local, w_rest, coefficients, **sett
     return gather(z_s, losses)
 
 
-@per_position
-def reverse_kl(s, t, label, tau):
-    return kl(softmax(s, tau), softmax(t, tau))
+@of_probabilities
+def reverse_kl(p_s, p_t):
+    return kl(p_s, p_t)
 
 
-@per_position
-def jsd(s, t, label, beta, tau):
-    p_s = softmax(s, tau)
-    p_t = softmax(t, tau)
+@of_probabilities
+def jsd(p_s, p_t, beta):
     m = mixture(beta, p_t, p_s)
     return beta * kl(p_t, m) + (1 - beta) * kl(p_s, m)
 
 
-@per_position
-def tvd(s, t, label):
-    return 0.5 * sum(abs(a - b) for a, b in zip(softmax(s), softmax(t), strict=True))
+@of_probabilities
+def tvd(p_s, p_t):
+    return 0.5 * sum(abs(a - b) for a, b in zip(p_s, p_t, strict=True))
 
 
 @per_position
@@ -388,29 +396,27 @@ def sekd(z_s, z_t, y, tau, keep):
     return gather(z_s, losses)
 
 
-@per_position
-def bdl(s, t, label, lam):
-    p_s = softmax(s)
-    p_t = softmax(t)
+@of_probabilities
+def bdl(p_s, p_t, lam):
     return kl(mixture(lam, p_s, p_t), mixture(lam, p_t, p_s))
 
 
-@per_position
-def skew_fkl(s, t, label, lam):
-    return kl(softmax(t), mixture(lam, softmax(t), softmax(s)))
+@of_probabilities
+def skew_fkl(p_s, p_t, lam):
+    return kl(p_t, mixture(lam, p_t, p_s))
 
 
-@per_position
-def skew_rkl(s, t, label, lam):
-    return kl(softmax(s), mixture(lam, softmax(s), softmax(t)))
+@of_probabilities
+def skew_rkl(p_s, p_t, lam):
+    return kl(p_s, mixture(lam, p_s, p_t))
 
 
-@per_position
-def abkd(s, t, label, alpha, beta):
+@of_probabilities
+def abkd(p_s, p_t, alpha, beta):
     """Its limits, where alpha, beta or their sum is 0, are among the recorded numbers."""
     c = alpha + beta
     loss = 0.0
-    for p, q in zip(softmax(t), softmax(s), strict=True):
+    for p, q in zip(p_t, p_s, strict=True):
         loss = loss + alpha / c * p**c + beta / c * q**c - p**alpha * q**beta
     return loss / (alpha * beta)
 
@@ -429,10 +435,10 @@ def akl(s, t, label, mu):
     return h * kl(p, q) + (1 - h) * kl(q, p)
 
 
-@per_position
-def todi(s, t, label, tau):
+@of_probabilities
+def todi(p_s, p_t):
     loss = 0.0
-    for q, p in zip(softmax(s, tau), softmax(t, tau), strict=True):
+    for q, p in zip(p_s, p_t, strict=True):
         w = (p / (p + q)).item()
         forward = p * torch.log(p / q)
         reverse = q * torch.log(q / p)

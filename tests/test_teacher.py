@@ -33,7 +33,6 @@ from run.teacher import (
     model_flops,
 )
 from run.transformers_models import check_logits, is_near
-from study.results.small_surer import scale_teacher
 from tests.test_losses import assert_near
 from tests.world import (
     DEMO,
@@ -146,12 +145,8 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
     ours = Qwen2.from_pretrained(folder)
     check_close(ours(IDS), expected)
     assert model_flops(ours.config, 13, trained=True) > 6 * V * 24  # no cache can hash `LLAMA3`
-    tokenizer = load_tokenizer(DEMO)
-    ours.save_pretrained(tmp_path / "again", tokenizer)
+    ours.save_pretrained(tmp_path / "again")
     check_close(transformers_logits(tmp_path / "again"), expected)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
-    text = "def f(x):\n\treturn 12"
-    assert again(text).input_ids == tokenizer(text).input_ids
     assert weights_hash(Qwen2.from_pretrained(f"{tmp_path}/again")) == weights_hash(ours)
     assert isinstance(load(folder).model, Qwen2)
 
@@ -164,7 +159,6 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     assert is_native == (kind == "mistral with a window")
     T = 8 if is_native else 29  # up to its window a Mistral is native
     check_close(logits(teacher, IDS[:, :T]), transformers_logits(folder)[:, :T])
-    assert inherited(folder)["vocab_size"] == V
     assert model_flops(teacher.model.config, 13, trained=False) > 2 * V * 24
     if kind in ("a bias", "a cap", "a scale"):
         check_gradients(teacher.model.requires_grad_(True))
@@ -347,14 +341,6 @@ def test_a_model_that_does_not_fit_is_refused(family, keys, changes, message, ma
     edit(f"{folder}/config.json", *changes.split())
     with refusal(message):
         load(folder)
-
-
-def test_a_scaled_teacher_has_scaled_logits_and_the_same_tokenizer(tmp_path):
-    scale_teacher.main(DEMO, "1.5", tmp_path / "surer")
-    out = f"{tmp_path}/surer"
-    check_close(transformers_logits(out), 1.5 * transformers_logits(DEMO))
-    assert isinstance(load(out).model, Qwen2)
-    assert load_tokenizer(out).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
 def test_a_model_without_its_head_is_refused(make):

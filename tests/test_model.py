@@ -360,7 +360,7 @@ def test_an_edited_student_is_refused_without_its_edit(tmp_path, monkeypatch):
         init_student(shape).save_pretrained(tmp_path)
         bf16 = Qwen2.from_pretrained(tmp_path, torch.bfloat16)
         assert type(bf16) is model_py.StudentDecoder
-    with refusal("edited: restore the classes for students in model.py"):
+    with refusal("restore the classes for students in model.py"):
         load(tmp_path)
     monkeypatch.setattr(model_py.MLP, "forward", gelu)
     with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):

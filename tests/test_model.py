@@ -132,7 +132,6 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
         if name == "owner/gone":
             raise LocalEntryNotFoundError("offline")
         asked.append((name, revision))
-        assert "*.safetensors" in allow_patterns
         return folder
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

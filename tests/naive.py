@@ -95,6 +95,16 @@ def per_position(f):
     return objective
 
 
+def of_probabilities(f):
+    """An objective from f(p_s, p_t, ..), the loss of two softmaxes; without a tau, at 1."""
+
+    @per_position
+    def objective(s, t, label, tau=1.0, **settings):
+        return f(softmax(s, tau), softmax(t, tau), **settings)
+
+    return objective
+
+
 @per_position
 def cross_entropy(s, t, label):
     return -torch.log(softmax(s)[label])
@@ -141,8 +151,6 @@ def atkd(z_s, z_t, y, tau, easy_weight):
         unc[u] = (1 - p_t[label]).item()
         tkd[u] = pair_kl(p_t[label], p_s[label])
         dkd[u] = conditional_kl(p_t, p_s, others([label], t))
-    if not unc:
-        return gather(z_s, {})
     threshold = lower_median(list(unc.values()))
     easy = [u for u in unc if unc[u] < threshold]
     hard = [u for u in unc if unc[u] >= threshold]
@@ -197,7 +205,7 @@ def tad(z_s, z_t, y, tau, top_k, beta, norm):
         categories_s = [*pick(p_s, head), mass(p_s, tail)]
         d1[u] = kl(categories_t, categories_s)
         d2[u] = conditional_kl(p_t, p_s, tail)
-    mean = sum(alpha.values()) / max(len(alpha), 1)
+    mean = sum(alpha.values()) / len(alpha)
     losses = {}
     for u in alpha:
         weight = {"sequence": alpha[u] / mean, "unit": 1.0, "none": alpha[u]}[norm]
@@ -260,7 +268,7 @@ def alra_terms(
             chosen[u] = candidates(s, t, label, d_max, anchor)
         rho = conditional(softmax(t, tau), chosen[u])
         support[u] = math.exp(-sum(r.item() * math.log(r.item()) for r in rho))  # Eq. 6
-    mean = sum(support.values()) / max(len(support), 1)  # Eq. 7
+    mean = sum(support.values()) / len(support)  # Eq. 7
     pieces = {}
     for u, (s, t, _) in rows(z_s, z_t, y).items():
         p_s = softmax(s, tau)
@@ -313,22 +321,20 @@ def alra(z_s, z_t, y, lambda_pair, w_mass, w_local, w_rest, coefficients, **sett
     return gather(z_s, losses)
 
 
-@per_position
-def reverse_kl(s, t, label, tau):
-    return kl(softmax(s, tau), softmax(t, tau))
+@of_probabilities
+def reverse_kl(p_s, p_t):
+    return kl(p_s, p_t)
 
 
-@per_position
-def jsd(s, t, label, beta, tau):
-    p_s = softmax(s, tau)
-    p_t = softmax(t, tau)
+@of_probabilities
+def jsd(p_s, p_t, beta):
     m = mixture(beta, p_t, p_s)
     return beta * kl(p_t, m) + (1 - beta) * kl(p_s, m)
 
 
-@per_position
-def tvd(s, t, label):
-    return 0.5 * sum(abs(a - b) for a, b in zip(softmax(s), softmax(t), strict=True))
+@of_probabilities
+def tvd(p_s, p_t):
+    return 0.5 * sum(abs(a - b) for a, b in zip(p_s, p_t, strict=True))
 
 
 @per_position
@@ -349,8 +355,6 @@ def mse_logits(s, t, label, center):
 
 def adakd(z_s, z_t, y, keep, c, rule, base, detach_temperature):
     valid = rows(z_s, z_t, y)
-    if not valid:
-        return gather(z_s, {})
     difficulty = {}
     for u, (s, t, _) in valid.items():
         p_s = softmax(s)
@@ -392,29 +396,27 @@ def sekd(z_s, z_t, y, tau, keep):
     return gather(z_s, losses)
 
 
-@per_position
-def bdl(s, t, label, lam):
-    p_s = softmax(s)
-    p_t = softmax(t)
+@of_probabilities
+def bdl(p_s, p_t, lam):
     return kl(mixture(lam, p_s, p_t), mixture(lam, p_t, p_s))
 
 
-@per_position
-def skew_fkl(s, t, label, lam):
-    return kl(softmax(t), mixture(lam, softmax(t), softmax(s)))
+@of_probabilities
+def skew_fkl(p_s, p_t, lam):
+    return kl(p_t, mixture(lam, p_t, p_s))
 
 
-@per_position
-def skew_rkl(s, t, label, lam):
-    return kl(softmax(s), mixture(lam, softmax(s), softmax(t)))
+@of_probabilities
+def skew_rkl(p_s, p_t, lam):
+    return kl(p_s, mixture(lam, p_s, p_t))
 
 
-@per_position
-def abkd(s, t, label, alpha, beta):
+@of_probabilities
+def abkd(p_s, p_t, alpha, beta):
     """Its limits, where alpha, beta or their sum is 0, are among the recorded numbers."""
     c = alpha + beta
     loss = 0.0
-    for p, q in zip(softmax(t), softmax(s), strict=True):
+    for p, q in zip(p_t, p_s, strict=True):
         loss = loss + alpha / c * p**c + beta / c * q**c - p**alpha * q**beta
     return loss / (alpha * beta)
 
@@ -433,10 +435,10 @@ def akl(s, t, label, mu):
     return h * kl(p, q) + (1 - h) * kl(q, p)
 
 
-@per_position
-def todi(s, t, label, tau):
+@of_probabilities
+def todi(p_s, p_t):
     loss = 0.0
-    for q, p in zip(softmax(s, tau), softmax(t, tau), strict=True):
+    for q, p in zip(p_s, p_t, strict=True):
         w = (p / (p + q)).item()
         forward = p * torch.log(p / q)
         reverse = q * torch.log(q / p)

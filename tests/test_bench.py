@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,21 +27,6 @@ def test_memory_is_the_peak_and_not_what_is_left():
     assert 60 < mib < 80
 
 
-@needs_peak
-def test_the_peak_is_not_that_of_the_process_that_started_this_one(monkeypatch):
-    """Which Linux counts in `ru_maxrss`."""
-    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=2**40))
-    assert 2**26 < bench.peak_bytes(CPU) < 2**40
-
-
-def test_the_seconds_are_those_of_one_call(monkeypatch):
-    clock = iter([1.0, 7.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
-    calls = []
-    sec, _ = bench.measure(lambda: calls.append(0), CPU, 3)
-    assert (sec, len(calls)) == (2.0, 3)
-
-
 def test_one_command_runs_every_case(monkeypatch, printed):
     """Nothing is compiled, which would take a minute; test_head.py compiles."""
     compiled = []
@@ -52,10 +36,8 @@ def test_one_command_runs_every_case(monkeypatch, printed):
         bench.main(["fused", "--device=cpu", "--tiny"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
-    text = printed()
-    cases = [line.split(" | ")[0] for line in text.splitlines()[4:]]
+    cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]
     assert cases == ["| products alone", "| alra, not compiled", "| alra", "| vanilla_kd"]
-    assert "'git_commit': " in text and f"'torch': '{torch.__version__}'" in text
 
 
 def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
@@ -74,21 +56,12 @@ def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bench.subprocess, "call", call)
-    (tmp_path / "gpu/mini/alra").mkdir(parents=True)
-    (tmp_path / "gpu/mini/run.json").write_text("of an earlier hour")
     models = "--models=demo_teacher,mini"
     bench.main(["gpu", "--tiny", "--device=cpu", models, f"--out={tmp_path}/gpu"])
     assert scripts == ["-m", "prepare.py", "train.py", "train.py"]
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \| nan% \| (\d+\.\d) \|$", printed(), re.M)
     assert [row[:2] for row in rows] == [("mini", "alra"), ("mini", "vanilla_kd")]
     assert all(int(rate.replace(",", "")) > 0 and float(gib) > 0 for *_, rate, gib in rows)
-
-
-def test_a_script_that_fails_ends_it(monkeypatch):
-    monkeypatch.setattr(bench.subprocess, "call", lambda command: 3)
-    with pytest.raises(SystemExit) as end:
-        bench.main(["gpu", "--tiny"])
-    assert end.value.code == 3
 
 
 # device, cards that torch sees, processes, visible cards => the last process's card, or why none

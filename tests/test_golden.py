@@ -219,4 +219,3 @@ def test_the_recorded_loss_and_gradient(case):
 def test_every_file_is_read():
     files = {case.partition("/")[0] for case in CASES.splitlines()}
     assert files == {key.partition("/")[0] for key in ARRAYS} - {"inputs"}
-    assert len(files) == 26 and len(CASES.splitlines()) == 144

@@ -3,16 +3,11 @@
 The recorded numbers of the authors' codes are in test_golden.py, the fused head in test_head.py.
 """
 
-import contextlib
 import functools
 import itertools
-import json
 import math
 import re
-import typing
 from collections import namedtuple
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,7 +18,6 @@ from lib import vocab
 from losses import IGNORE, METHODS, method_loss
 from run import methods, objective_trial
 from tests import naive, world
-from tests.world import read_table
 
 # One row per objective. The naive comparison goes through the settings of the paper's variants.
 VARIANTS = {name for name, row in METHODS.items() if row.fn is losses.alra}
@@ -210,26 +204,15 @@ def test_every_objective_is_held_against_naive_loops():
     assert objectives == {name for name, _ in CASES}
 
 
-def test_random_sampling_averages_over_its_draws():
+def test_random_sampling_is_the_cross_entropy_of_draws_from_the_teacher():
     z_s, z_t, y = case()
     p = z_t.masked_fill((y == IGNORE)[:, None], 0.0).softmax(-1)
-
-    def generator():
-        return torch.Generator().manual_seed(3)
-
     for n in (1, 8):
-        draws = torch.multinomial(p, n, replacement=True, generator=generator())
-        keywords = {"n_draws": n, "generator": generator()}
-        got = value_and_gradient(losses.rs_kd, z_s, z_t, y, **keywords)
-        assert_close(got, value_and_gradient(naive.rs_kd, z_s, z_t, y, draws=iter(draws[y >= 0])))
-    n = 20_000
-    keywords = {"n_draws": n, "generator": generator()}
-    _, gradient = value_and_gradient(losses.rs_kd, z_s, z_t, y, **keywords)
-    _, expected = value_and_gradient(losses.vanilla_kd, z_s, z_t, y, tau=1.0)
-    weight = len(
-        y
-    )  # of the last position; a share of n draws has a deviation of at most 0.5 / n^.5
-    assert (gradient - expected).abs().max() < 5 * weight * 0.5 / n**0.5
+        draws, used = (torch.Generator().manual_seed(3) for _ in range(2))
+        tokens = torch.multinomial(p, n, replacement=True, generator=draws)
+        got = value_and_gradient(losses.rs_kd, z_s, z_t, y, n_draws=n, generator=used)
+        expected = value_and_gradient(naive.rs_kd, z_s, z_t, y, draws=iter(tokens[y >= 0]))
+        assert_close(got, expected)
 
 
 def test_adaptive_taid_moves_t_by_the_fall_of_its_loss():
@@ -257,9 +240,11 @@ def test_adaptive_taid_moves_t_by_the_fall_of_its_loss():
 
 @pytest.mark.parametrize("anchor", ["none", "teacher", "label", "both"])
 @pytest.mark.parametrize("kind", ["mixed", "initial", "ties"])
-def test_alra_pieces_are_those_of_the_paper(anchor, kind):
+@pytest.mark.parametrize("d_max", [7, 19])
+def test_alra_pieces_are_those_of_the_paper(d_max, anchor, kind):
+    """Anchors are missing from the proposals, the lowest of them, above it, or one token."""
     inputs = awkward(kind)
-    settings = {"d_max": 7, "tau": 1.5, "eps": 0.9, "anchor": anchor}
+    settings = {"d_max": d_max, "tau": 1.5, "eps": 0.9, "anchor": anchor}
     settings = losses.default_settings(losses.alra) | settings
     terms = losses.alra(*inputs, **settings)
     for u, piece in naive.alra_terms(*inputs, **settings).items():
@@ -271,48 +256,21 @@ def test_alra_pieces_are_those_of_the_paper(anchor, kind):
             assert got == pytest.approx(float(piece[key]), rel=1e-9, abs=1e-12)
 
 
-ANCHORS = read_table("""
-none => 8 => [0, 1, 2, 3] => the proposal
-teacher => 8 => [0, 1, 2, 9] => the lowest-ranked goes
-label => 8 => [0, 1, 2, 8] => so does it here
-both => 8 => [0, 1, 8, 9] => the last two go
-both => 3 => [0, 1, 3, 9] => 3 ranks lowest but is an anchor: 2 goes
-both => 0 => [0, 1, 2, 9] => the label is proposed
-both => 9 => [0, 1, 2, 9] => the anchors are one token
-label => -100 => [0, 1, 2, 3] => an ignored label counts as token 0, which is proposed
-""")
-
-
-@pytest.mark.parametrize(("anchor", "label", "expected", "why"), ANCHORS)
-def test_a_missing_anchor_replaces_the_lowest_proposal_that_is_none(anchor, label, expected, why):
-    z_s = -torch.arange(11.0)[None]  # ranks 0, 1, 2, ..
-    z_t = torch.zeros(1, 11)
-    z_t[0, 9] = 1.0
-    y = torch.tensor([int(label)])
-    terms = losses.alra(z_s, z_t, y, d_min=2, d_max=4, anchor=anchor)
-    assert sorted(terms.tokens[0].tolist()) == json.loads(expected), why
-
-
 def test_choices_are_the_same_in_fp32():
     z_s, z_t, y = case(n=211, v=101, dtype=torch.float32)
     narrow = losses.alra(z_s, z_t, y)
     wide = losses.alra(z_s.double(), z_t.double(), y)
     for key in ("tokens", "support", "d_u"):
         assert torch.equal(getattr(narrow, key), getattr(wide, key))
-    z_s = 0.03 * z_s  # a student at initialisation is all but equally unsure everywhere
-    kept = losses.sekd(z_s, z_t, y) != 0
-    wide = losses.sekd(z_s.double(), z_t.double(), y) != 0
-    assert torch.equal(kept, wide)
-    assert kept.sum() == 42
 
 
-@pytest.mark.parametrize("name", ["sekd", "adakd"])
-def test_of_equally_hard_positions_the_first_are_kept(name):
+def test_of_equally_hard_positions_the_first_are_kept():
     z_s, z_t, y = case(n=11)
-    z_s[:] = z_s[0].clone()
-    z_t[:] = z_t[0].clone()
-    loss = kd(name, z_s, z_t, y, keep=0.5)
-    assert loss.nonzero().flatten().tolist() == [0, 1, 3, 4, 5]
+    z_s = z_s[:1].repeat(11, 1)
+    z_t = z_t[:1].repeat(11, 1)
+    for name in ("sekd", "adakd"):
+        loss = kd(name, z_s, z_t, y, keep=0.5)
+        assert loss.nonzero().flatten().tolist() == [0, 1, 3, 4, 5]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -464,6 +422,12 @@ alra_ng: anchor='label'
 alra_g: anchor='both'
 alra_r: pair='pra'
 alra_u: pair='pra_u'
+fixed_3: budget='fixed', d_max=3, pair='pra_u'
+fixed_7: budget='fixed', d_max=7, pair='pra_u'
+fixed_9: budget='fixed', d_max=9, pair='pra_u'
+fixed_15: budget='fixed', d_max=15, pair='pra_u'
+fixed_19: budget='fixed', d_max=19, pair='pra_u'
+fixed_25: budget='fixed', d_max=25, pair='pra_u'
 topk_tail: tau=1.0, top_k=10, beta=0.0, norm='sequence'
 logit_std: tau=2.0, t2_scaling=True, standardize=True
 skew_fkl: lam=0.1
@@ -485,8 +449,6 @@ taid_adaptive: t=0.4, alpha=0.0005, beta=0.99
 rs_kd: n_draws=50
 """)
 )
-for d in (3, 7, 9, 15, 19, 25):
-    PAPER[f"fixed_{d}"] = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
 # where they are not those of the method's name
 FUNCTIONS = {
     "pretrain": "cross_entropy",
@@ -528,25 +490,28 @@ def test_a_methods_loss_is_its_weighted_terms(name):
     z_s, z_t, y = case()
     z_s.requires_grad_()
     z_t.requires_grad_()
-    n = (y != IGNORE).sum()
+    valid = y != IGNORE
     row = METHODS[name]
     torch.manual_seed(0)
     loss, terms = method_loss(name, z_s, z_t, y)
-    expected = {"ce": losses.cross_entropy(z_s, None, y).sum() / n}
-    expected["loss"] = row.w_ce * expected["ce"]
+    names = ["loss", "kd", "ce"]
+    ce = losses.cross_entropy(z_s, None, y)[valid].mean()
+    assert_close(terms["ce"], ce.detach())
+    expected = row.w_ce * ce
     if methods.needs_teacher(name):
-        expected["kd"] = kd(name, z_s, z_t, y).sum() / n
-        expected["loss"] += row.w_kd * expected["kd"]
-    if row.fn is losses.alra:
-        parts = ("mass", "local", "rest", "pair")
-        assert_close(sum(terms[key] for key in parts), terms["kd"])
-        assert list(terms) == ["loss", "kd", "ce", *parts, "d_u", "support"]
+        mean = kd(name, z_s, z_t, y)[valid].mean()
+        assert_close(terms["kd"], mean.detach())
+        expected += row.w_kd * mean
     else:
-        assert list(terms) == [key for key in ("loss", "kd", "ce") if key in expected]
-    for key, value in expected.items():
-        assert_close(terms[key], value.detach())
-        assert not terms[key].requires_grad
-    assert_close(loss, expected["loss"])
+        names.remove("kd")
+    if row.fn is losses.alra:
+        parts = ["mass", "local", "rest", "pair"]
+        assert_close(sum(terms[key] for key in parts), terms["kd"])
+        names += [*parts, "d_u", "support"]
+    assert list(terms) == names
+    assert not any(term.requires_grad for term in terms.values())
+    assert_close(loss, expected)
+    assert_close(terms["loss"], loss.detach())
     loss.backward()
     assert z_t.grad is None
 
@@ -565,18 +530,13 @@ def test_bad_shapes_are_refused_by_name():
     for fn in {losses.built(row).fn for row in METHODS.values()} - {losses.cross_entropy}:
         refused("z_t: expected shape (7, 61), as z_s has; got (7, 60)", fn, z_s, z_t[:, 1:], y)
         refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", fn, z_s, z_t, y[1:])
-    for label in (-1, 61, -101):
+    for label in (-1, 61):
         refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))
     y.fill_(3)
     refused("z_t: expected floating-point logits", losses.tvd, z_s, z_t.long(), y)
-    refused("z_s: expected floating-point logits", losses.tvd, z_s.long(), z_t, y)
-    for masked in (-math.inf, torch.finfo(torch.float32).min):
-        z_t[2, 5] = masked
-        refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
-        refused("z_s: expected logits above -1e+30", losses.alra, z_t, z_s, y)
-    z_s, z_t, y = case()
-    refused("y: expected int64 labels, got torch.int32", losses.alra, z_s, z_t, y.int())
-    refused("z_t: this method needs teacher logits, got None", method_loss, "tad", z_s, None, y)
+    z_t[2, 5] = torch.finfo(torch.float32).min
+    refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
+    refused("z_s: expected logits above -1e+30", losses.alra, z_t, z_s, y)
 
 
 REFUSED = """
@@ -607,52 +567,12 @@ def test_bad_settings_are_refused_by_name_value_and_bound(line):
     refused(message, method_loss, name, *case(), **settings)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_setting_has_a_kind(name):
-    """Its bounds are then checked; the kinds are tested in test_configure.py."""
-    for key, kind in losses.settings(name).items():
-        if kind is float:
-            assert key in ("alpha", "beta")  # those of ABKD may be any number
-        else:
-            assert kind in (int, bool) or typing.get_args(kind)
-
-
 # ----------------------------------------------------------------------------------------------
 # objectives of the reader's own, tried before the first step
 
 
-def _squares(z_s, z_t, y, mean="valid"):
-    """Squares over their mean, of valid positions or of all."""
-    z_s, z_t, _, valid = losses.enter(z_s, z_t, y)
-    loss = (z_s - z_t).square().sum(-1)
-    scale = losses.valid_mean(loss, valid) if mean == "valid" else loss.mean()
-    return loss / scale.detach(), valid
-
-
-def _left(**settings):
-    return lambda *z: losses.leave(*_squares(*z, **settings))
-
-
-def _random(z_s, z_t, y, *, generator: torch.Generator | None = None):
-    noise = torch.rand(z_t.shape, generator=generator)
-    return losses.reverse_kl(z_s, z_t + noise, y)
-
-
-class _Terms(NamedTuple):
-    loss: torch.Tensor
-    extra: object
-
-
-def _with_part(act):
-    def objective(z_s, z_t, y):
-        loss = losses.reverse_kl(z_s, z_t, y)
-        return _Terms(loss, act(z_s.data, z_t, y))
-
-    return objective
-
-
-def _logs_tau(z_s, z_t, y, *, tau: float = 1.0):
-    return namedtuple("Terms", "loss tau")(*2 * [losses.reverse_kl(z_s, z_t, y)])
+def _with_part(name, value):
+    return lambda *z: namedtuple("Terms", ["loss", name])(losses.reverse_kl(*z), value)
 
 
 def _remembers():
@@ -670,79 +590,36 @@ def _remembers():
 TAU = torch.nn.Parameter(torch.ones(()))
 
 
-def _learns_elsewhere(z_s, z_t, y):
-    return losses.reverse_kl(z_s / TAU, z_t, y)
-
-
-class _Learns(torch.nn.Module):
-    """A temperature that learns, and a count of forward batches."""
-
-    def __init__(self, *, tau: float = 1.0):
-        super().__init__()
-        self.tau = torch.nn.Parameter(torch.tensor(tau))
-        self.register_buffer("n", torch.ones(()))
-
-    def forward(self, z_s, z_t, y, *, scale: float = 2.0):
-        self.n += 1
-        return scale * losses.reverse_kl(z_s / self.tau, z_t, y) / self.n
-
-
-def _by_hand(z_s, z_t, y):
-    """Look at values, take rows by a mask, and call neither `enter` nor `leave`: as good as any."""
-    out = z_s.new_zeros(len(y))
-    valid = y != IGNORE
-    if valid.any():
-        squares = (z_s - z_t).square().sum(-1)
-        out[valid] = squares[valid] / z_t[valid].std().item()
-    return out
-
-
-def _scaled(z_s, z_t, y):
-    largest = z_t.amax(-1)
-    return losses.reverse_kl(z_s, z_t, y) * largest / largest.mean()
-
-
-READ = "an ignored position changes others; use `enter` and `valid_mean`"
 PART = r"part extra: expected a tensor \[N\]"
 IN_PLACE = "an input is changed in place; write x = x / 2"
 LEAVE = r"expected \[N\], 0 where ignored; begin with `enter`, end with `leave`"
 TRIED = [
-    (_by_hand, ""),
-    (_left(mean="all"), READ),
-    (_scaled, READ),
-    (_random, ""),
-    (_Learns, ""),
-    (losses.Method(_Learns, {"tau": "1"}), "tau=.1.: expected float"),
-    (_learns_elsewhere, "a parameter of it would not be trained; .*a module with one"),
+    (
+        lambda z_s, z_t, y: losses.jsd(z_s, z_t, y) * z_t.std(),
+        "an ignored position changes others; use `enter`",
+    ),
+    (lambda z_s, *z: losses.jsd(z_s / TAU, *z), "a parameter of it would not be trained"),
     (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* draw random numb"),
-    (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), IN_PLACE),
-    (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), IN_PLACE),
-    (_with_part(lambda *z: None), PART),
-    (_with_part(lambda *z: z[0].mean()), PART),
+    (_remembers(), "equal calls differ; .* keep a state"),
+    (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), IN_PLACE),
+    (lambda z_s, z_t, y: losses.jsd(z_s, z_t, y) + 0 * z_t.mul_(2).sum(-1), IN_PLACE),
+    (_with_part("extra", None), PART),
+    (_with_part("extra", torch.ones(())), PART),
+    (_with_part("lr", torch.ones(3)), "the log has its own 'lr'"),
     (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (lambda z_s, z_t, y, *, tau=1.0: y, "tau has no annotation; write tau: float"),
-    (losses.Method(_left(), in_chunks=True), "half a forward batch .* through `whole_batch`"),
-    (losses.Method(losses.bild, moving={"top_k": lambda progress: 2.0}), "top_k=2.0: expected 3"),
-    (_remembers(), "equal calls differ; .* keep a state"),
-    (lambda *z: namedtuple("T", "loss lr")(*2 * [losses.bild(*z)]), "the log has its own 'lr'"),
-    (losses.Method(_logs_tau, moving={"tau": losses.wsd}), "the log has its own 'tau'"),
     (lambda *z: losses.jsd(*z) + 1, LEAVE),
-    (lambda *z: _left()(*z).detach(), "its loss has no gradient"),
-    (lambda *z: (_left()(*z), 1.0), r"part loss: expected a tensor \[N\]"),
-    (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), IN_PLACE),
+    (lambda *z: losses.jsd(*z).detach(), "its loss has no gradient"),
 ]
 
 
 @pytest.mark.parametrize(("fn", "message"), TRIED)
-def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
+def test_an_objective_that_breaks_a_rule_is_refused_before_the_first_step(fn, message, monkeypatch):
     method = fn if isinstance(fn, losses.Method) else losses.Method(fn)
     monkeypatch.setitem(METHODS, "mine", method)
-    refusal = contextlib.nullcontext()
-    if message:
-        refusal = pytest.raises(ValueError, match=f"^mine.*{message}")
-    with refusal:
+    with pytest.raises(ValueError, match=f"^mine.*{message}"):
         objective_trial.check_settings("mine", 23)
 
 
@@ -770,37 +647,16 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
         assert kd(name, z_s, z_t, y)[0].isnan(), name
 
 
-@pytest.mark.parametrize("V", [61, 151_936])
-def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(V, monkeypatch):
+def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(monkeypatch):
+    """At a real vocabulary too, of which the trial takes few positions."""
     method = losses.Method(lambda *z: losses.alra(*z), in_chunks=True)
     monkeypatch.setitem(METHODS, "mine", method)
-    refused("half a forward batch", objective_trial.check_settings, "mine", V)
+    refused("half a forward batch", objective_trial.check_settings, "mine", 151_936)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_objective_passes_its_trial(name):
     objective_trial.check_settings(name, 53)
-
-
-def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
-    class Terms(NamedTuple):
-        loss: torch.Tensor
-        largest: torch.Tensor  # [N]: reported
-        tokens: torch.Tensor  # [N, 2]: not reported
-
-    def mine(z_s, z_t, y, scale: float = 1.0):  # which need not be keyword-only
-        loss = scale * losses.reverse_kl(z_s, z_t, y)
-        return Terms(loss, z_t.amax(-1), z_t.topk(2).indices)
-
-    monkeypatch.setitem(METHODS, "mine", losses.Method(mine, {"scale": 3.0}, w_kd=0.5))
-    z_s, z_t, y = case()
-    _, terms = method_loss("mine", z_s, z_t, y)
-    assert list(terms) == ["loss", "kd", "ce", "largest"]
-    valid = y != IGNORE
-    assert_close(terms["largest"], z_t.amax(-1)[valid].mean())
-    assert losses.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
-    scale = losses.resolve("mine", scale=2).hyper["scale"]
-    assert type(scale) is float  # as `--mine.scale=2` gives it
 
 
 def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
@@ -810,11 +666,7 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     settings = losses.default_settings(losses.tad) | {"top_k": 5}
     first = naive.tad(z_s[:6], z_t[:6], y[:6], **settings)
     second = naive.tad(z_s[6:], z_t[6:], y[6:], **settings)
-    alone = torch.cat([first, second])
-    assert_close(both, alone)
-    assert not torch.allclose(losses.tad(z_s, z_t, y, top_k=5), alone)
-    refused("n_sequences=5: expected a divisor of N=12", losses.tad, z_s, z_t, y, n_sequences=5)
-    assert "n_sequences" not in losses.settings("tad")
+    assert_close(both, torch.cat([first, second]))
 
 
 # --- the further objectives: identities, constants, what moves and what is random
@@ -822,10 +674,9 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
 
 @pytest.mark.parametrize("compiling", [False, True])  # several borders at once
 @pytest.mark.parametrize("mu", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_akls_head_is_found_to_the_last_token(dtype, mu, compiling, monkeypatch):
+def test_akls_head_is_found_to_the_last_token(mu, compiling, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
+    z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=torch.float32)
     p, order = z_t.softmax(-1).sort(descending=True)
     q = z_s.softmax(-1).gather(1, order)
     error = (p - q).abs()
@@ -839,13 +690,12 @@ def test_akls_head_is_found_to_the_last_token(dtype, mu, compiling, monkeypatch)
 @pytest.mark.parametrize("small", [1e-12, 1e-7, 1e-4, 0.03])
 def test_abkds_limits_are_approached_in_fp32(small):
     z_s, z_t, y = case(dtype=torch.float32)
-    for settings in ({"alpha": small, "beta": 0.7}, {"alpha": 0.2, "beta": small}):
-        for beta in (settings["beta"], settings["alpha"], -settings["alpha"]):
-            keywords = settings | {"beta": beta}
-            got, gradient = value_and_gradient(losses.abkd, z_s, z_t, y, **keywords)
-            exact = value_and_gradient(losses.abkd, z_s.double(), z_t.double(), y, **keywords)
-            assert_near(got, exact[0], 1e-5)
-            assert_near(gradient, exact[1], 1e-5)
+    for alpha, beta in ((small, 0.7), (0.2, small), (small, small), (small, -small), (0.2, -0.2)):
+        fn = functools.partial(losses.abkd, alpha=alpha, beta=beta)
+        got = value_and_gradient(fn, z_s, z_t, y)
+        exact = value_and_gradient(fn, z_s.double(), z_t.double(), y)
+        for x, expected in zip(got, exact, strict=True):
+            assert_near(x, expected, 1e-5)
 
 
 def test_constant_logits_are_standardized():
@@ -864,10 +714,6 @@ def test_taids_t_moves_over_the_run():
 
     assert at("taid", 500, w_ce=1.0) == {"t": pytest.approx(0.7)}
     assert at("taid", 500, t=0.2) == {}  # a value that was set stays
-    assert at("alra", 500, gamma=3.0) == {}
-    student = SimpleNamespace(name="taid", method=METHODS["taid"])
-    taid = methods.method_at(student, 1000, SimpleNamespace(schedule_steps=1000, device="cpu"))
-    assert torch.equal(taid.hyper["t"], torch.tensor(1.0, dtype=torch.float64))
 
 
 TRACED = """
@@ -899,8 +745,7 @@ def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):
     mine = world.import_objective(code, tmp_path)
     objective_trial.check_settings("unsure_kl", 61)
     z_s, z_t, y = case()
-    entropies = [-sum(p * math.log(p) for p in z.softmax(-1).tolist()) for z in z_s.double()]
-    valid = y != losses.IGNORE
-    mean = sum(e for e, v in zip(entropies, valid, strict=True) if v) / int(valid.sum())
-    expected = losses.vanilla_kd(z_s, z_t, y, tau=1.0) * torch.tensor(entropies) / mean
+    entropy = torch.special.entr(z_s.softmax(-1)).sum(-1)
+    weight = entropy / entropy[y != IGNORE].mean()
+    expected = losses.vanilla_kd(z_s, z_t, y, tau=1.0) * weight
     assert_close(mine.unsure_kl(z_s, z_t, y), expected, check_dtype=False)

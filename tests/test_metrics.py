@@ -1,9 +1,7 @@
 """lib/metrics.py: figures as in plain loops; products of the training path, few waits."""
 
 import collections
-import importlib
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from lib import metrics
 from lib.stats import half_interval
 from lib.vocab import IGNORE
 from model import Qwen2Config
-from tests import world
 from tests.world import make_model
 
 STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
@@ -117,45 +114,25 @@ def test_the_largest_five_of_four_logits_are_four_and_extremes_have_a_bin_or_no_
     assert of_nan["ce"].isnan().sum() == of_nan["n"].sum() == 2
 
 
-class Operations(TorchDispatchMode):
-    """Counts what a GPU waits for, products, and casts of a whole head [101, 5]."""
+class Waits(TorchDispatchMode):
+    """Counts what a GPU waits for."""
 
-    def __init__(self):
-        super().__init__()
-        self.n = collections.Counter()
+    n = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
         name = op.overloadpacket.__name__
-        if name == "index":  # by a mask: a GPU waits to count what is kept
-            dtypes = [i.dtype for i in args[1] if i is not None]
-            self.n["wait"] += torch.bool in dtypes
-        elif name in ("nonzero", "masked_select", "_local_scalar_dense", "item"):
-            self.n["wait"] += 1
-        elif name == "mm":
-            self.n["mm"] += 1
-        elif name == "_to_copy" and result.shape == (101, 5):
-            self.n["cast"] += 1
-        return result
+        if name == "index":  # by a mask, what is kept is counted first
+            self.n += any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.n += name in ("nonzero", "masked_select", "_local_scalar_dense", "item")
+        return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "n_casts"), [(torch.float32, 0), (torch.bfloat16, 3)])
-def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, n_casts, monkeypatch):
-    """In bf16 the student's head is cast to bf16, and on the CPU then both heads to fp32."""
-    g = torch.Generator().manual_seed(0)
-    h_s, h_t = torch.randn(2, 3, 7, 5, generator=g).to(dtype)
-    w_s, w_t = torch.randn(2, 101, 5, generator=g)
-    y = torch.randint(101, (3, 7), generator=g)
-    y[1, 3:] = IGNORE
+def test_a_batch_waits_once(student, teacher, batch, monkeypatch):
     monkeypatch.setattr(metrics, "MIN_POSITIONS", 4)
     monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
-    model = (lambda x: h_s, w_s)
-    head_t = w_t.to(dtype)
-    with Operations() as operations:
-        batch = (torch.zeros_like(y), y, y, h_t)
-        metrics.sums_by_part([model], head_t, [batch] * 2, 3)
-    # one wait a batch; two batches, two models, 17 positions by fours
-    assert operations.n == collections.Counter(wait=2, mm=2 * 2 * 5, cast=n_casts)
+    with Waits() as waits:
+        sums_of([student], teacher, batch, 6)
+    assert waits.n == 2
 
 
 @pytest.mark.parametrize(("n_documents", "has_one"), [(1, False), (4, False), (5, True)])
@@ -163,16 +140,3 @@ def test_few_documents_have_no_interval(n_documents, has_one):
     """One without a target does not count."""
     n = np.array([0, *[9] * n_documents])
     assert math.isfinite(half_interval(n * 2.0 + np.arange(len(n)), n)) == has_one
-
-
-def say_tables():
-    importlib.import_module("tools.sample")
-    print({"pandas", "scipy"} & {*sys.modules})
-
-
-@pytest.mark.slow
-def test_reading_results_needs_no_library_of_tables(tmp_path):
-    """prepare.py, train.py and eval.py, which each process starts with, import neither."""
-    process = world.start(say_tables, out=tmp_path / "output")
-    process.join(100)
-    assert (tmp_path / "output").read_text() == "set()\n"

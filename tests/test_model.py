@@ -3,11 +3,8 @@
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch._inductor.codegen.cpp import CppScheduling
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lib.torch_setup
 import model as model_py
@@ -63,26 +60,12 @@ def load(folder):
     return Qwen2.from_pretrained(str(folder))
 
 
-def test_sharded_checkpoints_are_read_and_a_tensor_in_two_files_is_refused(folder, tmp_path):
+def test_sharded_checkpoints_are_read(folder, tmp_path):
     sharded = tmp_path / "s"
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(sharded, max_shard_size="10KB")
-    files = sorted(sharded.glob("*.safetensors"))
-    assert len(files) > 2
+    assert len([*sharded.glob("*.safetensors")]) > 2
     assert weights_hash(load(sharded)) == weights_hash(load(folder))
-    first = safetensors.torch.load_file(files[0])
-    last = safetensors.torch.load_file(files[-1])
-    safetensors.torch.save_file(first | last, files[-1], {"format": "pt"})
-    refuse(sharded, "expected no such tensor, or no second one")
-
-
-def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for model in (random_model(SMALL), init_student(SMALL, seed=5)):  # the second over the first
-        model.save_pretrained("mini")
-        assert weights_hash(load("mini")) == weights_hash(model)
-    assert load("mini").config == SMALL != PRESETS["mini"]
-    assert [path.name for path in tmp_path.iterdir()] == ["mini"]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +98,6 @@ def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
     assert weights_hash(load(folder)) == weights_hash(random_model(SMALL))
 
 
-def refuse(folder, message):
-    with refusal(re.escape(message)):
-        load(folder)
-
-
 def test_a_second_head_is_read_where_it_changes_nothing(folder):
     file = folder / "model.safetensors"
     world.tensor(file, "lm_head.weight", 't["model.embed_tokens.weight"].clone()')
@@ -143,12 +121,8 @@ num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0 to 1,000
 @pytest.mark.parametrize(("change", "message"), world.read_table(OTHERS))
 def test_other_architectures_are_refused_by_name(folder, change, message):
     world.edit(folder / "config.json", change)
-    refuse(folder, message)
-
-
-def test_a_mistral_that_does_not_name_its_window_has_that_of_transformers(folder):
-    world.edit(folder / "config.json", 'model_type="mistral"', "max_position_embeddings=8192")
-    assert load_config(folder).max_position_embeddings == 4096
+    with refusal(re.escape(message)):
+        load(folder)
 
 
 def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
@@ -158,8 +132,6 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
         if name == "owner/gone":
             raise LocalEntryNotFoundError("offline")
         asked.append((name, revision))
-        assert "*.safetensors" in allow_patterns
-        assert not any(".bin" in pattern for pattern in allow_patterns)
         return folder
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -222,34 +194,10 @@ def with_qwens_splits(nfc=False, bos=None):
     return tokenizer
 
 
-def wrapped(backend):
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-
-
-def word_pieces():
-    vocab = {"[UNK]": 0, "<|endoftext|>": 1, "def": 2, "##x": 3, "it": 4}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return wrapped(backend)
-
-
-def qwens(n=999):
-    """Qwen's own tokenizer with `n` of its tokens: transformers parses 151,646 in seconds."""
-    facts = read_json(QWEN / "tokenizer.json")
-    vocab = {token: i for token, i in facts["model"]["vocab"].items() if i < n}
-    merges = [pair for pair in facts["model"]["merges"] if "".join(pair).replace(" ", "") in vocab]
-    facts["model"] |= {"vocab": vocab, "merges": merges}
-    for i, token in enumerate(facts["added_tokens"], n):
-        token["id"] = i
-    return wrapped(tokenizers.Tokenizer.from_str(json.dumps(facts)))
-
-
 # tokenizer, and the kind of model that its folder must name
 TOKENIZERS = {
     "demo": (lambda: load_tokenizer(DEMO), "llama"),
-    "WordPiece": (word_pieces, "llama"),
     "stories260k": (lambda: load_tokenizer(str(STORIES)), "llama"),
-    "qwen1.5": (qwens, "qwen2"),
     "without NFC": (with_qwens_splits, "llama"),
     "as Qwen's": (lambda: with_qwens_splits(nfc=True), "qwen2"),
     "with BOS": (lambda: with_qwens_splits(bos="<s>"), "llama"),
@@ -258,7 +206,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp_path):
-    if name in ("stories260k", "qwen1.5") and not STORIES.is_dir():
+    if name == "stories260k" and not STORIES.is_dir():
         pytest.skip("no real tokenizers on this machine")
     make, kind = TOKENIZERS[name]
     tokenizer = make()
@@ -270,15 +218,14 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     assert ours(NASTY).input_ids == tokenizer(NASTY).input_ids
     assert weights_hash(load(tmp_path)) == weights_hash(model)
     config = read_json(tmp_path / "config.json")
-    eos = tokenizer.eos_token_id
-    bos = tokenizer.bos_token_id
     assert config["model_type"] == kind
     kept = read_json(tmp_path / "tokenizer_config.json")  # no more than transformers 4 knows
     assert kept.pop("tokenizer_class") == "PreTrainedTokenizerFast"
     assert not kept.pop("clean_up_tokenization_spaces")
     assert set(kept) <= {"eos_token", "bos_token", "unk_token", "pad_token"}
-    assert config["eos_token_id"] == eos
-    assert config["bos_token_id"] == (eos if bos is None else bos)
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    assert config["bos_token_id"] == (tokenizer.eos_token_id if bos is None else bos)
 
 
 def assert_read_as_ours(folder):
@@ -371,30 +318,6 @@ def test_layers_are_compiled_by_the_mended_compiler(kind, monkeypatch):
 
 # --- lib/torch_setup.py: vector functions are right from their first call on
 
-# Prints a function if its first result in a process differs from its second. The processes are
-# forks of one that has imported torch and computed nothing: an import takes a second, a fork 20 ms.
-FIRST_CALLS = """
-import os
-import torch
-
-def compare(function, dtype):
-    import lib.vocab
-    x = torch.linspace(0.01, 0.99, 3 * 4096, dtype=dtype)
-    first = function(x)
-    if not torch.equal(first, function(x)):
-        print(function.__name__, dtype, flush=True)
-
-assert torch.get_num_threads() == 2
-for _ in range(3):
-    for function in (torch.exp, torch.log, torch.tanh, torch.cos):
-        for dtype in (torch.float32, torch.float64):
-            child = os.fork()
-            if not child:
-                compare(function, dtype)
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-"""
-
 
 def test_an_import_calls_every_function_that_torch_takes_from_mkl(monkeypatch):
     header = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"
@@ -413,16 +336,6 @@ def test_fp32_products_and_convolutions_do_without_tf32_on_a_gpu():
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 
 
-def test_the_first_results_of_a_process_equal_its_second():
-    """In 24 processes of two threads. Without lib/torch_setup.py some differ on Intel CPUs."""
-    threads = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    command = [sys.executable, "-W", "ignore", "-c", FIRST_CALLS]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
 def test_the_reference_logits_are_those_of_transformers(tmp_path):
     decoder = Qwen2(model_py.REFERENCE_SHAPE)
     weights = {}
@@ -439,27 +352,19 @@ def gelu(self, x):
     return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def test_an_edited_student_is_loaded_as_it_was_saved_or_refused(tmp_path, monkeypatch):
-    """One without edits is a model like any other, which later edits leave as it is."""
+def test_an_edited_student_is_refused_without_its_edit(tmp_path, monkeypatch):
     shape = Qwen2Config(16, 24, 2, 2, 1, vocab_size=61)
-    init_student(shape).save_pretrained(tmp_path / "plain")
     with monkeypatch.context() as edit:
         edit.setattr(model_py.StudentMLP, "forward", gelu)
-        student = init_student(shape)
-        student.save_pretrained(tmp_path / "edited")
-        assert "probe" in read_json(tmp_path / "edited/config.json")
-        ids = torch.arange(9)[None]
-        assert torch.equal(load(tmp_path / "edited")(ids), student(ids))
-        assert type(load(tmp_path / "plain")) is Qwen2
-        bf16 = Qwen2.from_pretrained(tmp_path / "edited", torch.bfloat16)
+        init_student(shape).save_pretrained(tmp_path)
+        bf16 = Qwen2.from_pretrained(tmp_path, torch.bfloat16)
         assert type(bf16) is model_py.StudentDecoder
     for dtype in (torch.float32, torch.bfloat16):
-        with refusal("edited: restore the classes for students in model.py"):
-            Qwen2.from_pretrained(tmp_path / "edited", dtype)
+        with refusal("restore the classes for students in model.py"):
+            Qwen2.from_pretrained(tmp_path, dtype)
     monkeypatch.setattr(model_py.MLP, "forward", gelu)
-    for build in (lambda: load(tmp_path / "plain"), lambda: init_student(shape)):
-        with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):
-            build()
+    with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):
+        init_student(shape)
 
 
 class Windows(model_py.StudentAttention):

@@ -1,6 +1,5 @@
 """Figures and samples: their numbers, that no two methods look alike, and what is refused."""
 
-import re
 import shutil
 
 import matplotlib
@@ -11,7 +10,6 @@ import losses
 from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper_numbers import NAMES
-from run.validate import VALIDATION_FIGURES
 from tests.world import (
     DEMO,
     ROOT,
@@ -101,12 +99,9 @@ def logged(run):
     return run
 
 
-def test_curves_have_the_numbers_of_the_logs(run, drawn, capsys):
+def test_curves_have_the_numbers_of_the_logs(run, drawn, printed):
     plot.main([str(run)])
-    captured = capsys.readouterr()
-    assert captured.out.split() == [f"{run}/curves.png"]
-    for line, figure in zip(captured.err.splitlines(), ("budget", "anchoring"), strict=True):
-        assert line.startswith(f"no {figure}.png: ") and "--histogram_every_steps=N" in line
+    assert printed().split() == [f"{run}/curves.png"]
     axes = {axis.get_ylabel(): lines(axis) for axis in drawn["curves.png"].axes}
     assert set(axes) == {*plot.PANELS, "forward"} - {"support"}
     assert axes["forward"] == {"mine": [(40, 0.5), (80, 0.5), (120, 0.5)]}
@@ -135,8 +130,7 @@ def test_curves_of_several_seeds_are_means_with_the_range(tmp_path, drawn):
     (axis,) = drawn["c.png"].axes
     assert lines(axis) == {"alra": [(40, 7.5), (80, 7.5)]}
     band = axis.collections[0].get_paths()[0].vertices
-    assert {y for x, y in band if x == 40} == {5.5, 7.5, 9.5} - {7.5}
-    assert {y for x, y in band if x == 80} == {6.5, 8.5}
+    assert {*map(tuple, band)} == {(40, 5.5), (40, 9.5), (80, 6.5), (80, 8.5)}
 
 
 def legend_of(figure):
@@ -144,23 +138,18 @@ def legend_of(figure):
 
 
 def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
-    logs = make_logs({"a": 3.0, "b": 3.3, "far": 6.0})
+    """Whatever their names: underscores and dollar signs have a meaning in matplotlib."""
+    logs = make_logs({"_a$b$": 3.0, "$\\bad$": 3.3, "far": 6.0})
     for student in logs.values():
         student[1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
     plot.curves([logs], tmp_path / "c.png")
     (axis,) = drawn["c.png"].axes
     low, high = axis.get_ylim()
     assert 2.9 < low < 3.0 and 4.3 < high < 5.2
-    assert legend_of(drawn["c.png"]) == ["a", "b", "far", "teacher: 2.00", "ln V: 8.00"]
-
-
-def test_a_term_of_ones_own_is_drawn_whole(tmp_path, drawn):
-    logs = make_logs({"a": 3.0})
-    for entry, value in zip(logs["a"], (1.0, 0.1), strict=True):
-        entry["distance"] = value
-    plot.curves([logs], tmp_path / "c.png")
-    low, high = drawn["c.png"].axes[1].get_ylim()
-    assert low < 0.1 and high > 1.0
+    names = ["_a$b$", "$\\bad$", "far", "teacher: 2.00", "ln V: 8.00"]
+    assert legend_of(drawn["c.png"]) == names
+    texts = drawn["c.png"].findobj(matplotlib.text.Text)
+    assert not any(text.get_parse_math() for text in texts)
 
 
 def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
@@ -168,32 +157,14 @@ def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
     logs = make_logs({"alra": 3.0, "stopped": 3.0})
     logs["stopped"] = [
         {"step": 1, "nominal_tokens": 40, "ce": 8.0, "kd": None},
-        {"step": 2, "ce": 9.0, "kd": None},
-        {"step": 3, "ce": None, "kd": None},
+        {"step": 2, "ce": 9.0},
+        {"step": 3, "ce": None},
     ]
     plot.curves([logs], tmp_path / "c.png")
     held_out, training = drawn["c.png"].axes
     assert lines(held_out).keys() == {"alra"}
     assert lines(training) == {"stopped": [(40, 8.0), (80, 9.0)]}
     assert legend_of(drawn["c.png"]) == ["alra", "stopped"]
-
-
-def test_names_are_drawn_as_they_are(tmp_path, drawn):
-    """Dollar signs and underscores have a meaning in matplotlib."""
-    names = ["_a$b$", "$\\bad$", "c_{x$"]
-    plot.curves([make_logs(dict.fromkeys(names, 3.0))], tmp_path / "c.png")
-    assert {*legend_of(drawn["c.png"])} == {*names}
-    texts = drawn["c.png"].findobj(matplotlib.text.Text)
-    assert len(texts) > 9 and not any(text.get_parse_math() for text in texts)
-
-
-def test_what_is_logged_once_has_no_panel(tmp_path, drawn):
-    logs = make_logs({"a": 3.0})
-    logs["a"][0]["val_kl"] = 1.0
-    plot.curves([logs], tmp_path / "c.png")
-    assert [axis.get_ylabel() for axis in drawn["c.png"].axes] == ["val_ce"]
-    plot.curves([make_logs({"a": 3.0}, steps=(1,))], tmp_path / "c.png")
-    assert lines(drawn["c.png"].axes[0]) == {"a": [(40, 3.0)]}
 
 
 def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys):
@@ -210,34 +181,16 @@ def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys):
     assert (tmp_path / "sentence.jsonl").read_bytes() == sentence
 
 
-def test_every_number_of_a_record_that_is_no_term_is_left_out():
-    """`log_terms` writes a term as it is, and these beside it."""
-    words = set(re.findall(r'^ +"(\w+)": ', (ROOT / "run/log.py").read_text(), re.M))
-    assert {"wait_sec", "tok_per_sec", "lr"} <= words <= {*plot.LOGGED, "n"}
-
-
-def test_every_term_and_every_validation_figure_has_a_panel():
-    z = torch.zeros(3, 31)
-    terms = losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]
-    assert {"loss", "kd", "ce", *terms} <= set(plot.PANELS)
-    assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.UNDRAWN}
-
-
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path, drawn):
     other = tmp_path / "other/alra"
-    write_jsonl(
-        other / "log.jsonl", [{"step": 1, "nominal_tokens": 21, "ce": 9.0}, {"step": 1, "ce": 7.0}]
-    )
+    write_jsonl(other / "log.jsonl", [{"step": 1, "nominal_tokens": 21, "ce": 9.0}])
     with (other / "log.jsonl").open("a") as file:
-        file.write('{"step": 2, "c')  # being written
-    write_json(other.parent / "run.json", {"config": {"batch_rows": 3, "seq_len": 7}})
-    empty = tmp_path / "other/empty"
-    write_jsonl(empty / "log.jsonl", [])
+        file.write('{"step": 1, "ce": 7.0}\n{"step": 2, "c')  # written again; being written
+    write_json(other.parent / "run.json", {"config": {}})
     plot.main([str(run), str(other.parent), f"--out={tmp_path}/new/folder"])
     _, training, *_ = drawn["curves.png"].axes
     assert lines(training)[str(other)] == [(21, 7.0)]  # the last line of a step
     assert set(lines(training)) == {str(other), *(f"{run}/{x.name}" for x in run.glob("*/"))}
-    assert (tmp_path / "new/folder/curves.png").is_file()
 
 
 def test_no_two_methods_look_alike():
@@ -247,10 +200,7 @@ def test_no_two_methods_look_alike():
     in_grey = [(looks[name]["linestyle"], looks[name]["marker"]) for name in NAMES]
     assert len(set(in_grey)) == len({looks[name]["color"] for name in NAMES}) == len(NAMES)
     for name in NAMES:
-        three = ["mine", name, "yours"]
-        drawn = plot.looks(three)
-        assert drawn[name] == looks[name]
-        assert len({drawn[x]["color"] for x in three}) == 3
+        assert plot.looks(["mine", name])[name] == looks[name]
 
 
 def test_budget_and_anchoring_count_by_hand(logged, drawn):
@@ -265,8 +215,6 @@ def test_budget_and_anchoring_count_by_hand(logged, drawn):
     assert heights(early) == pytest.approx([0, 0, 0, 4 / 13, 2 / 13, 3 / 13, 4 / 13])
     assert heights(late) == [0, 0, 0, 0.5, 0.3, 0.2, 0]
     assert heights(teacher) == [0, 0, 0, 0.625, 0, 0.25, 0.125]
-    assert "d_max = 7" in axis.get_title()
-    assert axis.get_gridspec().get_geometry() == (1, 2)
 
     density, means = drawn["anchoring.png"].axes
     assert lines(density) == {
@@ -278,14 +226,6 @@ def test_budget_and_anchoring_count_by_hand(logged, drawn):
         "teacher's top-1: 0.562": [(0, 0.75), (10, 22.5 / 40)],
         "top-1 is the label: 0.688": [(0, 0.5), (10, 27.5 / 40)],
     }
-
-
-def test_the_teachers_d_max_may_be_another_one(logged, drawn):
-    record = TEACHER.splitlines()[0] + TEACHER.splitlines()[1]
-    (logged / "teacher.jsonl").write_text(record.replace("[0, ", "[0, 0, ", 1) + "\n")
-    plot.main([str(logged)])
-    axis = drawn["budget.png"].axes[0]
-    assert len(axis.lines) == 2 and "d_max = 7" in axis.get_title()
 
 
 def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
@@ -314,6 +254,5 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
             "d_u": int(terms.d_u[u]),
             "is_added": candidates[0] not in z_s[u].topk(5).indices,
         }
-    assert any(record["is_added"] for record in records)
     shown = [axis.get_title().partition("\n")[0] for axis in drawn["sentence.png"].axes]
     assert shown == [f"after {record['before']!r}" for record in records[-3:]]

@@ -1,11 +1,9 @@
 """Teachers of any family: native ones against transformers, the others through it, and refusals."""
 
-import dataclasses
 import json
 import math
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,12 +29,10 @@ from run.teacher import (
     INHERITED,
     check_vocabulary,
     inherited,
-    load_shape,
     load_teacher,
     model_flops,
 )
 from run.transformers_models import check_logits, is_near
-from study.results.small_surer import scale_teacher
 from tests.test_losses import assert_near
 from tests.world import (
     DEMO,
@@ -148,12 +144,9 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
     expected = transformers_logits(folder)
     ours = Qwen2.from_pretrained(folder)
     check_close(ours(IDS), expected)
-    tokenizer = load_tokenizer(DEMO)
-    ours.save_pretrained(tmp_path / "again", tokenizer)
+    assert model_flops(ours.config, 13, trained=True) > 6 * V * 24  # no cache can hash `LLAMA3`
+    ours.save_pretrained(tmp_path / "again")
     check_close(transformers_logits(tmp_path / "again"), expected)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
-    text = "def f(x):\n\treturn 12"
-    assert again(text).input_ids == tokenizer(text).input_ids
     assert weights_hash(Qwen2.from_pretrained(f"{tmp_path}/again")) == weights_hash(ours)
     assert isinstance(load(folder).model, Qwen2)
 
@@ -166,7 +159,6 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     assert is_native == (kind == "mistral with a window")
     T = 8 if is_native else 29  # up to its window a Mistral is native
     check_close(logits(teacher, IDS[:, :T]), transformers_logits(folder)[:, :T])
-    assert inherited(folder)["vocab_size"] == V
     assert model_flops(teacher.model.config, 13, trained=False) > 2 * V * 24
     if kind in ("a bias", "a cap", "a scale"):
         check_gradients(teacher.model.requires_grad_(True))
@@ -211,9 +203,6 @@ def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
     assert inline == student_config(json.dumps(ONE_LAYER), qwen)
     assert (inline.num_key_value_heads, inline.vocab_size) == (2, 151_936)
     assert student_config("512x8x4", qwen).intermediate_size == 1408  # 8 / 3, in steps of 64
-    part = json.dumps(ONE_LAYER | {"intermediate_size": 9, "vocab_size": 7})
-    assert student_config(part, qwen).vocab_size == 7
-    assert student_config(part).intermediate_size == 9
     with refusal("expected a vocab_size"):
         student_config("512x8x4")
 
@@ -317,12 +306,9 @@ def test_a_model_with_any_key_has_transformers_logits(family, change, by, make):
     check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
 
-TIED = '{"rotary_dim": 4, "tie_word_embeddings": true}'
-NEO = '{"num_layers": 2, "attention_types": [[["global", "local"], 1]]}'
-MASKED = read_table(f"""
-bias => gpt2 => {TIED}
-bias => gptj => {TIED}
-attention.bias => gpt_neo => {NEO}
+MASKED = read_table("""
+bias => gpt2 => {}
+attention.bias => gpt_neo => {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 """)
 
 
@@ -332,7 +318,6 @@ def test_masks_that_old_checkpoints_hold_are_left_out(mask, family, keys, make):
     file = f"{folder}/model.safetensors"
     tensor(file, f"transformer.h.0.attn.{mask}", "torch.ones(1, 1, 64, 64).tril()")
     tensor(file, "transformer.h.0.attn.masked_bias", "torch.tensor(-1e4)")
-    tensor(file, "lm_head.bias", "None if x is None else 0 * x")
     teacher = load(folder)
     check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
@@ -358,14 +343,6 @@ def test_a_model_that_does_not_fit_is_refused(family, keys, changes, message, ma
         load(folder)
 
 
-def test_a_scaled_teacher_has_scaled_logits_and_the_same_tokenizer(tmp_path):
-    scale_teacher.main(DEMO, "1.5", tmp_path / "surer")
-    out = f"{tmp_path}/surer"
-    check_close(transformers_logits(out), 1.5 * transformers_logits(DEMO))
-    assert isinstance(load(out).model, Qwen2)
-    assert load_tokenizer(out).get_vocab() == load_tokenizer(DEMO).get_vocab()
-
-
 def test_a_model_without_its_head_is_refused(make):
     folder = make(*FOREIGN["olmo 2"])
     transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
@@ -373,42 +350,12 @@ def test_a_model_without_its_head_is_refused(make):
         load(folder)
 
 
-@pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_a_weight_that_few_texts_touch_must_be_finite_too(number, make):
+def test_a_weight_that_few_texts_touch_must_be_finite_too(make):
     folder = make(*FOREIGN["olmo 2"])
-    spoiled = f"torch.cat((x[:-1], x[-1:].abs() * float('{number}')))"
+    spoiled = "torch.cat((x[:-1], x[-1:] * torch.nan))"
     tensor(f"{folder}/model.safetensors", "model.embed_tokens.weight", spoiled)
     with refusal(r"model\.embed_tokens\.weight is not finite"):
         load(folder)
-
-
-def test_a_tied_head_may_be_stored_in_place_of_the_embedding(make):
-    folder = make(*NATIVE["smollm2"])
-    expected = transformers_logits(folder)
-    file = f"{folder}/model.safetensors"
-    tensor(file, "lm_head.weight", 't["model.embed_tokens.weight"].clone()')
-    tensor(file, "model.embed_tokens.weight", "None")
-    check_close(logits(load(folder)), expected)
-
-
-def test_numbers_that_json_lacks_may_be_in_a_config(make):
-    folder = make("mamba2", {"num_heads": 4, "head_dim": 12, "state_size": 4, "n_groups": 1})
-    file = Path(folder, "config.json")
-    limit = '{"time_step_limit": [0.0, Infinity],'
-    file.write_text(
-        re.sub('"time_step_limit": [^]]*],', "", file.read_text()).replace("{", limit, 1)
-    )
-    check_close(logits(load(folder)), transformers_logits(folder))
-
-
-@pytest.mark.parametrize(
-    ("family", "key"), [("mpt", "max_seq_len"), ("whisper", "max_target_positions")]
-)
-def test_the_context_of_a_family_with_a_name_of_its_own_for_it(family, key, tmp_path):
-    write_json(
-        tmp_path / "config.json", {"model_type": family, key: 48, "is_encoder_decoder": False}
-    )
-    assert load_shape(f"{tmp_path}/config.json").max_position_embeddings == 48
 
 
 # a small stand-in for each config's teacher
@@ -450,18 +397,10 @@ def test_the_configs_of_other_teachers_train(name, make, tmp_path):
 )
 def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, context, tmp_path):
     facts = {"model_type": family, "hidden_size": 128, "vocab_size": 9, "num_key_value_heads": 2}
-    facts["_model_name_or_path"] = "a name, which a GGUF file has"
     write_json(tmp_path / "config.json", ONE_LAYER | {"intermediate_size": 8} | facts)
     shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)
     assert shape.qk_norm == (family == "qwen3") and not shape.attention_bias
-
-
-def test_flops_of_a_shape_with_scaled_rotary_angles():
-    """Its settings are a dict, which no cache can hash; they change no FLOPs."""
-    shape = Qwen2Config(32, 64, 2, 4, 2, vocab_size=50, rope_scaling=LLAMA3)
-    plain = dataclasses.replace(shape, rope_scaling=None)
-    assert model_flops(shape, 13, True) == model_flops(plain, 13, True) > 0
 
 
 def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_path):

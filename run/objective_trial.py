@@ -40,7 +40,7 @@ def try_method(method, V, is_divided):
     Settings that change during a run have their largest values.
     """
     largest = {key: max(f(i / 100) for i in range(101)) for key, f in method.moving.items()}
-    w_kd = largest.pop("w_kd", method.w_kd)
+    largest.pop("w_kd", None)  # a weight, not a setting of the objective
     method = built(method._replace(hyper=method.hyper | largest, w_kd=1.0, w_ce=0.0))
     generator = torch.Generator().manual_seed(0)
     N = max(8, min(32, 2**20 // V))
@@ -51,14 +51,11 @@ def try_method(method, V, is_divided):
     loss, gradient = loss_and_gradient(method, z, y)
     if not (loss.isfinite().all() and gradient.isfinite().all()):
         raise UserError("its loss or gradient is not finite at ordinary logits")
-    if w_kd > 0 and gradient.abs().sum() < 1e-6 * N:
+    if gradient.abs().sum() < 1e-6 * N:
         raise UserError("its gradient is zero at ordinary logits: it teaches nothing")
     loss_and_gradient(method, -z, y)  # if it remembers these logits, the next call differs
     if not torch.equal(loss, loss_and_gradient(method, z, y)[0]):
-        raise UserError(
-            "equal calls differ; docs/editing.md shows how to draw random numbers, and how to "
-            "keep a state"
-        )
+        raise UserError("equal calls differ; docs/editing.md shows a state, and random numbers")
     kept = y != IGNORE
     if not takes(method.fn, "generator"):  # draws may depend on the number of positions
         loss_of_kept, _ = loss_and_gradient(method, z[:, kept], y[kept])
@@ -78,17 +75,13 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     result = method.fn(*inputs, **method.hyper)
     parts = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
     loss = parts["loss"]
-    for name, part in parts.items():
-        if name in RESERVED or name in method.moving:
-            raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
-        if not isinstance(part, Tensor) or part.shape[:1] != y.shape:
-            raise UserError(f"part {name}: expected a tensor [N], or [N, ..] that is not logged")
-    if not loss.requires_grad:
-        raise UserError("its loss has no gradient; compute it from z_s, without `detach` or `item`")
+    for name in parts.keys() & {*RESERVED, *method.moving}:
+        raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
+    if not getattr(loss, "requires_grad", False):
+        raise UserError("expected a loss [N], or a NamedTuple of one, with a gradient from z_s")
     if not all(map(torch.equal, inputs, (*z, y))):
         raise UserError("an input is changed in place; write x = x / 2 and not x /= 2")
-    known = (leaf, *parameters_of(method))
-    gradient, *_ = torch.autograd.grad(loss.sum(), known, materialize_grads=True)
+    (gradient,) = torch.autograd.grad(loss.sum(), leaf, materialize_grads=True)
     ignored = y == IGNORE
     if loss.shape != y.shape or loss[ignored].any() or gradient[ignored].any():
         raise UserError("expected [N], 0 where ignored; begin with `enter`, end with `leave`")
@@ -96,9 +89,7 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
         p.requires_grad_(False)
     result = method.fn(*z, y, **method.hyper)
     if getattr(result, "loss", result).requires_grad:
-        raise UserError(
-            "a parameter of it would not be trained; docs/editing.md shows a module with one"
-        )
+        raise UserError("a parameter would not be trained; docs/editing.md shows one that is")
     return loss.detach(), gradient
 
 
@@ -117,7 +108,6 @@ def check_chunks(method, V, y):
     whole, halves = gradients
     if (halves - whole).norm() > 1e-3 * whole.norm():
         raise UserError(
-            "half a forward batch has another gradient than the whole; pass what a position needs "
-            "of the others through `whole_batch`, or set in_chunks=False, or chunk_positions to at "
-            "least group * seq_len"
+            "half a forward batch has another gradient than the whole; use `whole_batch`, or set "
+            "in_chunks=False, or chunk_positions to at least group * seq_len"
         )

@@ -590,7 +590,6 @@ def _remembers():
 TAU = torch.nn.Parameter(torch.ones(()))
 
 
-PART = r"part extra: expected a tensor \[N\]"
 IN_PLACE = "an input is changed in place; write x = x / 2"
 LEAVE = r"expected \[N\], 0 where ignored; begin with `enter`, end with `leave`"
 TRIED = [
@@ -598,20 +597,19 @@ TRIED = [
         lambda z_s, z_t, y: losses.jsd(z_s, z_t, y) * z_t.std(),
         "an ignored position changes others; use `enter`",
     ),
-    (lambda z_s, *z: losses.jsd(z_s / TAU, *z), "a parameter of it would not be trained"),
-    (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* draw random numb"),
-    (_remembers(), "equal calls differ; .* keep a state"),
+    (lambda z_s, *z: losses.jsd(z_s / TAU, *z), "a parameter would not be trained"),
+    (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* random numbers"),
+    (_remembers(), "equal calls differ; .* a state"),
     (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), IN_PLACE),
     (lambda z_s, z_t, y: losses.jsd(z_s, z_t, y) + 0 * z_t.mul_(2).sum(-1), IN_PLACE),
-    (_with_part("extra", None), PART),
-    (_with_part("extra", torch.ones(())), PART),
+    (lambda *z: (losses.jsd(*z), 1.0), r"expected a loss \[N\], or a NamedTuple of one"),
     (_with_part("lr", torch.ones(3)), "the log has its own 'lr'"),
     (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (lambda z_s, z_t, y, *, tau=1.0: y, "tau has no annotation; write tau: float"),
     (lambda *z: losses.jsd(*z) + 1, LEAVE),
-    (lambda *z: losses.jsd(*z).detach(), "its loss has no gradient"),
+    (lambda *z: losses.jsd(*z).detach(), "with a gradient from z_s"),
 ]
 
 

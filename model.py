@@ -26,12 +26,13 @@ V vocabulary.
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -119,7 +120,8 @@ class Qwen2Config:
     head_dim: PositiveInt | None = None  # K; None: D / H
     attention_bias: bool = True  # on q, k and v
     qk_norm: bool = False  # RMSNorm on q and k of each head, before rotation (Qwen3)
-    rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
+    # Llama 3's, by the names of its config.json
+    rope_scaling: dict | None = field(default=None, hash=False)
     # A field of your own, with a default, goes here, and in no other place.
 
     def __post_init__(self):
@@ -504,6 +506,7 @@ def probe(decoder, config, weights) -> list[float]:
         return [*logits, 1.0, 1.0]
 
 
+@functools.cache  # each checkpoint asks for it
 def small_logits(decoder, config) -> list[float]:
     """Return the last two logits after 1,024 tokens, of weights that need no random numbers."""
     with torch.device("meta"):

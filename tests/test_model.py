@@ -38,6 +38,14 @@ needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="no real weights 
 SMALL = Qwen2Config(24, 37, 3, 4, 4, vocab_size=101, rope_theta=1e4)
 
 
+@pytest.fixture(autouse=True)
+def edits():
+    """Edits of classes in this process are seen."""
+    model_py.small_logits.cache_clear()
+    yield
+    model_py.small_logits.cache_clear()
+
+
 def random_model(config):
     """Every tensor random and large enough to matter, biases and norms too."""
     torch.manual_seed(0)
@@ -359,10 +367,12 @@ def test_an_edited_student_is_refused_without_its_edit(tmp_path, monkeypatch):
         init_student(shape).save_pretrained(tmp_path)
         bf16 = Qwen2.from_pretrained(tmp_path, torch.bfloat16)
         assert type(bf16) is model_py.StudentDecoder
+    model_py.small_logits.cache_clear()
     for dtype in (torch.float32, torch.bfloat16):
         with refusal("restore the classes for students in model.py"):
             Qwen2.from_pretrained(tmp_path, dtype)
     monkeypatch.setattr(model_py.MLP, "forward", gelu)
+    model_py.small_logits.cache_clear()
     with refusal("an edit changes teachers too; edit StudentAttention, StudentMLP, "):
         init_student(shape)
 

@@ -39,6 +39,12 @@ def download(repository: str, revision: str | None) -> str:
     return snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES)
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a student's folder by step, oldest first."""
+    paths = sorted(folder.glob(f"checkpoints/step_{'[0-9]' * 8}/"))
+    return {int(path.name.removeprefix("step_")): path for path in paths}
+
+
 def find_folder(name) -> Path:
     """Return a local folder, or the local copy of a hub repository `owner/name@revision`.
 
@@ -49,13 +55,14 @@ def find_folder(name) -> Path:
     folder = Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
     if folder.is_dir():
         candidates = [folder, folder / "model"]
-        newest = sorted(folder.glob(f"checkpoints/step_{'[0-9]' * 8}/model"), reverse=True)
+        saved = checkpoints_in(folder)
         finished = folder / "run.json"
-        if newest and finished.is_file():
+        if saved and finished.is_file():
             step = read_json(finished, {"step": int})["step"]
-            if newest[0].parent.name > f"step_{step:08d}":  # trained further since
+            if max(saved) > step:  # trained further since
                 candidates.pop()
-        for candidate in (*candidates, *newest):
+        candidates += [path / "model" for path in reversed(saved.values())]  # the newest first
+        for candidate in candidates:
             if (candidate / "config.json").is_file():
                 return candidate
         return folder

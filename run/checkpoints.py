@@ -38,7 +38,7 @@ from lib import files, parallel
 from lib.device import gib
 from lib.errors import UserError
 from lib.files import read_json, reading
-from lib.hf import all_finite, find_folder, tensors_hash
+from lib.hf import all_finite, checkpoints_in, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
 from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
@@ -178,12 +178,12 @@ def newest_intact(live) -> dict[str, tuple]:
 def check_records(run):
     """Raise `UserError` for a run of other students, before a teacher computes anything for it."""
     for name in run.cfg.methods:
-        for file in sorted(Path(run.cfg.out_dir, name).glob("checkpoints/step_*/state.json"))[-1:]:
+        for path in [*checkpoints_in(Path(run.cfg.out_dir, name)).values()][-1:]:
             try:
-                state = read_json(file, STATE)
+                state = read_json(path / "state.json", STATE)
             except UserError:
                 continue  # `resume` says what is wrong with it, and may use an earlier one
-            check_same_run(name, file.parent, state, run)
+            check_same_run(name, path, state, run)
 
 
 def check_same_run(name, checkpoint, state, run):

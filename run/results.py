@@ -9,7 +9,7 @@ from pathlib import Path
 from lib.errors import UserError
 from lib.files import read_json, read_lines
 
-# What is read from a line of results.jsonl; older versions lack some of it.
+# What is read from a line of results.jsonl.
 RESULT = {"kind": str, "name": str, "weights_sha256": str}
 RESULT |= dict.fromkeys(("protocol", "scored", "values", "run"), dict)
 # Files of entries beside log.jsonl, by the key that `read_log` gives to these entries.

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import Config
 from lib import metrics, parallel
+from lib.hf import checkpoints_in
 from losses import Method
 from model import Qwen2
 from run.provenance import record_hash
@@ -33,9 +34,7 @@ class Student:
     method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None  # saved with the model
     dtype: torch.dtype  # of activations and products
-    scored: nn.Module | None = (
-        None  # what is validated and saved, such as an average; None: `model`
-    )
+    scored: nn.Module | None = None  # is validated and saved, such as an average; None: `model`
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
@@ -62,8 +61,7 @@ class Student:
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
-        paths = sorted(self.folder.glob(f"checkpoints/step_{'[0-9]' * 8}/"))
-        return {int(path.name.removeprefix("step_")): path for path in paths}
+        return checkpoints_in(self.folder)
 
 
 @dataclass

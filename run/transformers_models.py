@@ -26,7 +26,7 @@ from lib.files import atomic_folder, reading
 from lib.head import OutputHead, soft_cap
 from lib.hf import all_finite, check_weights, find_folder, save_tokenizer, special_ids
 from lib.torch_setup import mend_compiler
-from model import config_file
+from model import config_file, is_near
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
@@ -301,9 +301,3 @@ def check_logits(name, model) -> tuple[float, float | None]:
             f"{name}: its hidden states depend on later tokens; expected a causal language model"
         )
     return scale, cap
-
-
-def is_near(x, expected, tolerance) -> bool:
-    """Return whether the norm of the error is within `tolerance`; NaN is not."""
-    error = (x - expected).float().norm()
-    return bool(error <= tolerance * expected.float().norm())

@@ -226,46 +226,42 @@ def enter(z_s, z_t, y):
     -> z_s and z_t [N, V] in fp32, or in fp64 if z_s is fp64, 0 at ignored positions, z_t constant;
        labels [N], 0 where ignored; valid [N] bool
     """
-    shape = tuple(z_s.shape)
-    if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
-        raise UserError(f"z_s, y: expected [N, V] and [N], got {shape} and {tuple(y.shape)}")
-    if y.dtype != torch.int64:
-        raise UserError(f"y: expected int64 labels, got {y.dtype}")
-    if not z_s.is_floating_point():
-        raise UserError(f"z_s: expected floating-point logits, got {z_s.dtype}")
+    if not torch.compiler.is_compiling():
+        check_inputs(z_s, z_t, y)
     ignored = y == IGNORE
-    y = y.masked_fill(ignored, 0)
     dtype = torch.promote_types(z_s.dtype, torch.float32)
     z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
     if z_t is not None:
-        if tuple(z_t.shape) != shape:
-            raise UserError(f"z_t: expected shape {shape}, as z_s has; got {tuple(z_t.shape)}")
-        if not z_t.is_floating_point():
-            raise UserError(f"z_t: expected floating-point logits, got {z_t.dtype}")
         z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
-    if not torch.compiler.is_compiling():
-        check_values(z_s, z_t, y)
-    return z_s, z_t, y, ~ignored
+    return z_s, z_t, y.masked_fill(ignored, 0), ~ignored
 
 
-def check_values(z_s, z_t, y):
-    """Check labels, and on the CPU logits. On a GPU this does not synchronize.
+def check_inputs(z_s, z_t, y):
+    """Check shapes, dtypes and labels, and on the CPU logits. On a GPU this does not synchronize.
 
     Compiled code does not call it.
     """
-    V = z_s.shape[1]
-    fits = ((y >= 0) & (y < V)).all()
+    shape = tuple(z_s.shape)
+    if len(shape) != 2 or y.shape != shape[:1] or y.dtype != torch.int64:
+        got = f"{shape} and {y.dtype} {tuple(y.shape)}"
+        raise UserError(f"z_s, y: expected [N, V] and int64 labels [N], got {got}")
+    V = shape[1]
+    valid = y != IGNORE
+    fits = (~valid | (y >= 0) & (y < V)).all()
     message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
     if y.is_cuda:
         torch._assert_async(fits, message)
-        return
-    if not fits:
-        raise UserError(f"{message}; got {y.min()} to {y.max()}")
+    elif not fits:
+        raise UserError(f"{message}; got {y[valid].min()} to {y[valid].max()}")
     for name, z in (("z_s", z_s), ("z_t", z_t)):
-        if z is not None and (z.detach().amin(-1) <= LEAST).any():
+        if z is None:
+            continue
+        if z.shape != shape or not z.is_floating_point():
+            raise UserError(f"{name}: expected floats {shape}, got {z.dtype} {tuple(z.shape)}")
+        if not z.is_cuda and (z.detach().amin(-1) <= LEAST)[valid].any():
             raise UserError(
-                f"{name}: expected logits above {LEAST}, got {z.amin():.1e}; "
-                "instead of masking tokens, cut them off the logits of both models"
+                f"{name}: expected logits above {LEAST}; instead of masking tokens, cut them off "
+                "the logits of both models"
             )
 
 

@@ -211,18 +211,17 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
-        next_state = {key: s.sums.pop(f"state.{key}") for key in s.state}  # of this update alone
         if math.isfinite(norm):
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
                     # `initial` (run/students.py) has the options that the group was made with
                     group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
-            if s.state:
-                advance_state(s, next_state, n_valid)
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
+        if s.state:
+            advance_state(s, n_valid)
         for optimizer in s.optimizers:
             optimizer.zero_grad()
     return n_valid
@@ -321,18 +320,20 @@ def term_of(s, h_s, h_t, y, group: int) -> Tensor:
     return term
 
 
-def advance_state(s, next_state, n_valid: int):
+def advance_state(s, n_valid: int):
     """Replace the state of an objective by the mean of what its forward batches left.
 
-    The mean is over the labels of the update, on all processes.
-
-    next_state  what they left, each times its number of labels, added up
+    The mean is over the labels of the update, on all processes. A skipped update changes nothing.
     """
+    # what they left, each times its number of labels, added up
+    left = {key: s.sums.pop(f"state.{key}") for key in s.state}
+    if s.skipped:
+        return
     # not `torch.tensor`, a copy that waits for the device
     n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)
-    parallel.sum_in_place([n, *next_state.values()])
+    parallel.sum_in_place([n, *left.values()])
     for key, value in s.state.items():
-        value.copy_(torch.where(n > 0, next_state[key] / n, value))
+        value.copy_(torch.where(n > 0, left[key] / n, value))
 
 
 def count_skipped_update(s, step, cfg):

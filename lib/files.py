@@ -9,11 +9,9 @@ import os
 import platform
 import shutil
 import time
-import typing
 from pathlib import Path
 
 from lib.errors import UserError, first_line, note
-from lib.settings import checked
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
@@ -177,16 +175,23 @@ def reading(path: Path | str, remedy=REMEDY):
         ) from error
 
 
-def read_json(path, kinds=(), remedy=REMEDY) -> dict:
-    """Return the object in a JSON file. Raises `UserError` if it is broken, or lacks `kinds`."""
+def read_json(path, keys=(), remedy=REMEDY) -> dict:
+    """Return the object in a JSON file. Raises `UserError` if it is broken, or lacks `keys`."""
     with reading(path, remedy):
         # int("NaN") raises `ValueError`
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
-    return check_kinds(value, kinds, path, remedy)
+        return with_keys(json.loads(path.read_text(encoding="utf-8"), parse_constant=int), keys)
 
 
-def read_lines(path, kinds=()) -> list[dict]:
-    """Return the records of a file of JSON lines, checked by `kinds`; none if there is no file.
+def with_keys(value: dict, keys) -> dict:
+    """Return a JSON object. Raises `KeyError` if it lacks some of the keys."""
+    missing = {*keys} - value.keys()
+    if missing:
+        raise KeyError(min(missing))
+    return value
+
+
+def read_lines(path, keys=()) -> list[dict]:
+    """Return the records of a file of JSON lines, with these keys; none if there is no file.
 
     Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
     """
@@ -199,39 +204,13 @@ def read_lines(path, kinds=()) -> list[dict]:
         lines.pop()
     records = []
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        remedy = "correct or remove that line"
-        with reading(where, remedy):
-            record = json.loads(line)
-        records.append(check_kinds(record, kinds, where, remedy))
+        with reading(f"{path}, line {number}", "correct or remove that line"):
+            records.append(with_keys(json.loads(line), keys))
     return records
 
 
 def truncate_lines(path, step):
     """Remove the records after `step`, and a last line that a kill cut short."""
     if path.is_file():
-        records = read_lines(path, {"step": int})
+        records = read_lines(path, ["step"])
         write_lines(path, [record for record in records if record["step"] <= step])
-
-
-def check_kinds(value, kinds, where: Path | str, remedy=REMEDY) -> dict:
-    """Return a JSON object. Raises `UserError` unless it is one, and has all `kinds`.
-
-    kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
-           dict[str, kind] stands for an object of any keys
-    """
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
-    if typing.get_origin(kinds) is dict:
-        kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
-    for key, kind in dict(kinds).items():
-        if key not in value:
-            raise UserError(f"{where}: no {[key]} in it; {remedy}")
-        if isinstance(kind, dict) or typing.get_origin(kind) is dict:
-            check_kinds(value[key], kind, f"{where}: {key}", remedy)
-            continue
-        try:
-            checked(key, value[key], kind)
-        except UserError as error:
-            raise UserError(f"{where}: {error}; {remedy}") from error
-    return value

@@ -58,7 +58,7 @@ def find_folder(name) -> Path:
         saved = checkpoints_in(folder)
         finished = folder / "run.json"
         if saved and finished.is_file():
-            step = read_json(finished, {"step": int})["step"]
+            step = read_json(finished, ["step"])["step"]
             if max(saved) > step:  # trained further since
                 candidates.pop()
         candidates += [path / "model" for path in reversed(saved.values())]  # the newest first
@@ -295,9 +295,9 @@ def weight_files(folder) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        facts = read_json(index, {"weight_map": dict[str, str]}, "download it again")
-        shards = set(facts["weight_map"].values())
-        return [folder / Path(shard).name for shard in sorted(shards)]
+        with reading(index, "download it again"):
+            shards = set(read_json(index)["weight_map"].values())
+            return [folder / Path(shard).name for shard in sorted(shards)]
     remedy = "expected it, or model.safetensors.index.json with the shards that it names"
     if (folder / "adapter_config.json").exists():
         remedy = "merge the adapter with its model, and save that"

@@ -18,20 +18,12 @@ from torch.utils.data import ConcatDataset
 
 from lib.errors import UserError
 from lib.files import read_json
-from lib.settings import NonNegativeInt, PositiveInt
 from lib.vocab import IGNORE
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time
-MANIFEST = {  # what readers need of it
-    "rows": NonNegativeInt,
-    "row_len": PositiveInt,
-    "eos_id": NonNegativeInt,
-    "bos": NonNegativeInt | None,
-    "sha256": str,
-    "quick_sha256": str,
-    "tokenizer_sha256": str,
-}
+# what readers need of a manifest
+MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "tokenizer_sha256")
 # what the rows of several folders must have in common
 SHARED = (
     "row_len",

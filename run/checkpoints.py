@@ -39,29 +39,28 @@ from lib.device import gib
 from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import all_finite, checkpoints_in, find_folder, tensors_hash
-from lib.settings import NonNegativeInt
 from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
 from run.exits import write_exit
 from run.log import say
-from run.provenance import RUN_FILE, file_hash, record_changes, student_changes
+from run.provenance import file_hash, record_changes, student_changes
 from run.students import Student, student_facts
 from run.teacher import load_model
 
 # files of tensors in a checkpoint
 MODEL = "model/model.safetensors"
 TRAINING = "training.pt"
-STATE = {  # what is read from a checkpoint's state.json
-    "made_by": dict,
-    "init_sha256": str,
-    "sums": dict[str, float | None],
-    "step": NonNegativeInt,
-    "first_row_step": NonNegativeInt,
-    "skipped": NonNegativeInt,
-    "files_sha256": {MODEL: str, TRAINING: str},
-    "valid_tokens": float,
-    "since_log_tokens": float,
-}
+STATE = (  # what is read from a checkpoint's state.json
+    "made_by",
+    "init_sha256",
+    "sums",
+    "step",
+    "first_row_step",
+    "skipped",
+    "files_sha256",
+    "valid_tokens",
+    "since_log_tokens",
+)
 ANOTHER = "restore it, or use another checkpoint"
 WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 
@@ -112,7 +111,7 @@ def read_folder(students, run):
     for s in students:
         file = s.folder / "stopped.json"
         if file.is_file():
-            stops[s.name] = read_json(file, {"why": str, "step": int})
+            stops[s.name] = read_json(file, ["why", "step"])
     live = [s for s in students if s.name not in stops]
     sources = newest_intact(live)
     is_new = not sources
@@ -126,8 +125,8 @@ def read_folder(students, run):
             )
         elif cfg.resume_from:
             sources[s.name] = begin_branch(s.name, run)
-    if sources:
-        say_edits(*next(iter(sources.values())), run)
+    for _, state in [*sources.values()][:1]:
+        say_edits(state, run)
     return stops, sources, is_new
 
 
@@ -139,8 +138,9 @@ def check_methods(cfg):
     file = Path(cfg.out_dir, "run.json")
     if not file.is_file():
         return
-    facts = read_json(file, RUN_FILE)
-    methods = facts["config"]["methods"]
+    with reading(file):
+        facts = read_json(file)
+        methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
         message = f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir"
@@ -198,18 +198,16 @@ def check_same_run(name, checkpoint, state, run):
         )
 
 
-def say_edits(checkpoint, state, run):
+def say_edits(state, run):
     """Print which code was edited since the run began, and which packages have other versions."""
-    if "code" not in state:
-        say(f"{checkpoint}: of an older version, so edits of the code since are not known")
-        return
     run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
-    changes = edited(state["code"], run.facts["code"])
-    changes += [f"{name} (gone)" for name in state["code"] if not (ROOT / name).is_file()]
+    earlier = state.get("code", {})  # an older version recorded none
+    changes = edited(earlier, run.facts["code"])
+    changes += [f"{name} (gone)" for name in earlier if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     if changes:
         say(f"edited since the run began: {', '.join(changes)}")
-    run.facts["code"] = merged(state["code"], run.facts["code"])
+    run.facts["code"] = merged(earlier, run.facts["code"])
 
 
 def branch_point(name):

@@ -137,7 +137,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     y = y.flatten()
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        heads = [head_loss(*student, y, compile) for student in students]
+        heads = [HeadLoss(*student, y, compile) for student in students]
         divided = [head for head in heads if head.method.in_chunks and size > chunk]
         whole = [head for head in heads if head not in divided]
         for first in range(0, len(y), size):
@@ -210,66 +210,33 @@ class HeadLoss(Head):
         self.y = y
         self.method = method
         self.evaluate = evaluate
-        if "generator" in method.hyper:
+        if isinstance(method.fn, nn.Module):
+            parameters = trained(method.fn)
+            self.inputs += parameters
+            self.gradients += map(torch.zeros_like, parameters)
+            self.evaluate = evaluate_module
+        elif "generator" in method.hyper:
             self.evaluate = evaluate_random
         elif compile:
             self.evaluate = compiled(evaluate, y.device.type)
 
     def add(self, here, z_t, method, n=None):
-        """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
+        """Add loss and gradients of the positions `here`: a forward batch, or a chunk of one.
 
         n  number of valid positions in the forward batch, if `here` is a chunk of it
         """
         z_s = self.logits(here).requires_grad_()
-        loss, sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
+        y = self.y[here]
+        loss, sums, dz, *gradients = self.evaluate(method, self.w.dtype, z_s, z_t, y, n)
         if isinstance(self.head, OutputHead):
             dz = self.head.before_cap(dz, z_s)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
+        if gradients:
+            torch._foreach_add_(self.gradients[2:], gradients)
         self.loss += loss
         self.sums.update(sums)  # adds
-
-
-class ModuleLoss(HeadLoss):
-    """A `HeadLoss` whose objective is a module, with parameters and buffers."""
-
-    def __init__(self, h, w, method, y, compile):
-        super().__init__(h, w, method, y, compile=False)
-        self.parameters = parameters_of(method)
-        self.inputs += (*self.parameters,)
-        self.gradients += map(torch.zeros_like, self.parameters)
-        self.evaluate = self.evaluate_module
-
-    def evaluate_module(self, method, dtype, z_s, z_t, y, n=None):
-        """Return what `evaluate` returns, and add up the gradients of the parameters.
-
-        The module's buffers stay as they are, as every forward batch of an update begins with them.
-        What the objective leaves in a buffer KEY is in the sums under "state.KEY", times the number
-        of valid positions, so that a division by their total gives its mean.
-        """
-        state = {key: buffer.clone() for key, buffer in method.fn.named_buffers()}
-
-        def objective(*inputs, **keywords):
-            return torch.func.functional_call(method.fn, state, inputs, keywords)
-
-        with torch.enable_grad():
-            loss, sums = mean_loss(method._replace(fn=objective), z_s, z_t, y, n)
-        inputs = (z_s, *self.parameters)  # of which the loss may leave out some
-        dz, *gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
-        for total, gradient in zip(self.gradients[2:], gradients, strict=True):
-            total += gradient
-        n_valid = (y != IGNORE).sum()
-        for key, value in state.items():
-            sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
-        seed_next(method)
-        return loss.detach(), sums, dz.to(dtype)
-
-
-def head_loss(h, w, method, y, compile) -> HeadLoss:
-    """Return the `HeadLoss` of a student, or its `ModuleLoss`."""
-    kind = ModuleLoss if isinstance(method.fn, nn.Module) else HeadLoss
-    return kind(h, w, method, y, compile)
 
 
 # Settings of torch's Inductor that suit tensors of [N, V]. By default it reorders the block sums of
@@ -294,23 +261,43 @@ def compiled(fn, device_type) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return what `mean_loss` returns, detached, and the gradient.
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None, parameters=()):
+    """Return what `mean_loss` returns, detached, and the gradients in z_s and in the parameters.
 
-    The gradient of the loss in z_s is cast to `dtype`; z_s must require it. Other arguments are
-    those of `mean_loss`.
+    The gradient in z_s, which must require it, is cast to `dtype`. Other arguments are those of
+    `mean_loss`.
     """
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s, z_t, y, n)
-    (dz,) = torch.autograd.grad(loss, z_s)
-    return loss.detach(), sums, dz.to(dtype)
+    inputs = (z_s, *parameters)  # of which the loss may leave out some
+    dz, *gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    return loss.detach(), sums, dz.to(dtype), *gradients
 
 
-def parameters_of(method) -> list[Tensor]:
+def trained(module) -> tuple[Tensor, ...]:
     """Return the parameters of an objective that is a module."""
-    if not isinstance(method.fn, nn.Module):
-        return []
-    return [p for p in method.fn.parameters() if p.requires_grad]
+    return tuple(p for p in module.parameters() if p.requires_grad)
+
+
+def evaluate_module(method, dtype, z_s, z_t, y, n):
+    """Return what `evaluate` returns, for an objective that is a module.
+
+    Its buffers stay as they are, as every forward batch of an update begins with them. What the
+    objective leaves in a buffer KEY is in the sums under "state.KEY", times the number of valid
+    positions, so that a division by their total gives its mean.
+    """
+    state = {key: buffer.clone() for key, buffer in method.fn.named_buffers()}
+
+    def objective(*inputs, **keywords):
+        return torch.func.functional_call(method.fn, state, inputs, keywords)
+
+    called = method._replace(fn=objective)
+    loss, sums, *gradients = evaluate(called, dtype, z_s, z_t, y, n, trained(method.fn))
+    n_valid = (y != IGNORE).sum()
+    for key, value in state.items():
+        sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
+    seed_next(method)
+    return loss, sums, *gradients
 
 
 def evaluate_random(method, *inputs):

@@ -7,13 +7,13 @@ losses.py. Dimensions: N positions, V vocabulary.
 import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
 from losses import built, resolve, settings, takes
 from run.log import LOGGED
-from run.methods import head_losses, parameters_of
+from run.methods import head_losses
 
 RESERVED = {*LOGGED, "kd", "ce", "term"}  # names that no part of an objective may have
 
@@ -85,8 +85,8 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     ignored = y == IGNORE
     if loss.shape != y.shape or loss[ignored].any() or gradient[ignored].any():
         raise UserError("expected [N], 0 where ignored; begin with `enter`, end with `leave`")
-    for p in parameters_of(method):
-        p.requires_grad_(False)
+    if isinstance(method.fn, nn.Module):
+        method.fn.requires_grad_(False)
     result = method.fn(*z, y, **method.hyper)
     if getattr(result, "loss", result).requires_grad:
         raise UserError("a parameter would not be trained; docs/editing.md shows one that is")

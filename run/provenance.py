@@ -42,7 +42,6 @@ FREE = """
     val_max_rows checkpoint_every_minutes checkpoint_every_steps keep_checkpoints keep_every_steps
     save_dtype
 """
-RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 
 
 def made_by(cfg, name) -> dict:

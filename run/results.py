@@ -9,9 +9,8 @@ from pathlib import Path
 from lib.errors import UserError
 from lib.files import read_json, read_lines
 
-# What is read from a line of results.jsonl.
-RESULT = {"kind": str, "name": str, "weights_sha256": str}
-RESULT |= dict.fromkeys(("protocol", "scored", "values", "run"), dict)
+# what is read from a line of results.jsonl
+RESULT = ("kind", "name", "weights_sha256", "protocol", "scored", "values", "run")
 # Files of entries beside log.jsonl, by the key that `read_log` gives to these entries.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
@@ -30,9 +29,9 @@ def training_facts(model):
 
 def read_log(folder):
     """Return the entries of log.jsonl, then {"step": .., PART: entry} for those of PARTS."""
-    log = read_lines(folder / "log.jsonl", {"step": int})
+    log = read_lines(folder / "log.jsonl", ["step"])
     for part, path in PARTS.items():
-        for entry in read_lines(folder / path, {"step": int}):
+        for entry in read_lines(folder / path, ["step"]):
             log.append({"step": entry["step"], part: entry})
     return log
 

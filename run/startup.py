@@ -13,7 +13,6 @@ from lib.errors import UserError
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from lib.source import hashes, loaded_sources
-from lib.stats import MIN_PARTS
 from run.checkpoints import branch_point
 from run.log import say
 from run.methods import compute_dtype, needs_teacher
@@ -170,7 +169,7 @@ def say_precision(cfg, val):
     n_rows = n_validated(val, cfg)
     # half of a 95 % interval; the manifest's is over all held-out rows
     half = val.manifest.get("unigram_half", 0)
-    if half is None or n_rows < MIN_PARTS:
+    if half is None:
         say(f"{n_rows:,} held-out rows are too few to tell methods apart")
     elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
         say(

@@ -528,12 +528,12 @@ def refused(message, fn, *inputs, **settings):
 def test_bad_shapes_are_refused_by_name():
     z_s, z_t, y = case()
     for fn in {losses.built(row).fn for row in METHODS.values()} - {losses.cross_entropy}:
-        refused("z_t: expected shape (7, 61), as z_s has; got (7, 60)", fn, z_s, z_t[:, 1:], y)
-        refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", fn, z_s, z_t, y[1:])
+        refused("z_t: expected floats (7, 61), got torch.float32 (7, 60)", fn, z_s, z_t[:, 1:], y)
+        refused("z_s, y: expected [N, V] and int64 labels [N], got (7, 61)", fn, z_s, z_t, y[1:])
     for label in (-1, 61):
         refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))
     y.fill_(3)
-    refused("z_t: expected floating-point logits", losses.tvd, z_s, z_t.long(), y)
+    refused("z_t: expected floats (7, 61), got torch.int64", losses.tvd, z_s, z_t.long(), y)
     z_t[2, 5] = torch.finfo(torch.float32).min
     refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
     refused("z_s: expected logits above -1e+30", losses.alra, z_t, z_s, y)

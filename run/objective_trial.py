@@ -73,17 +73,15 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     leaf = z[0].clone().requires_grad_()
     inputs = (leaf.clone(), z[1].clone(), y.clone())  # a leaf may not be changed in place
     result = method.fn(*inputs, **method.hyper)
-    parts = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
-    loss = parts["loss"]
-    for name in parts.keys() & {*RESERVED, *method.moving}:
+    loss = getattr(result, "loss", result)
+    for name in {*RESERVED, *method.moving}.intersection(getattr(result, "_fields", ())):
         raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
     if not getattr(loss, "requires_grad", False):
         raise UserError("expected a loss [N], or a NamedTuple of one, with a gradient from z_s")
     if not all(map(torch.equal, inputs, (*z, y))):
         raise UserError("an input is changed in place; write x = x / 2 and not x /= 2")
     (gradient,) = torch.autograd.grad(loss.sum(), leaf, materialize_grads=True)
-    ignored = y == IGNORE
-    if loss.shape != y.shape or loss[ignored].any() or gradient[ignored].any():
+    if loss.shape != y.shape or loss[y == IGNORE].any() or gradient[y == IGNORE].any():
         raise UserError("expected [N], 0 where ignored; begin with `enter`, end with `leave`")
     if isinstance(method.fn, nn.Module):
         method.fn.requires_grad_(False)
@@ -105,8 +103,7 @@ def check_chunks(method, V, y):
     for chunk in (N, (N + 1) // 2):
         ((loss, _),) = head_losses([(h_s, w, method)], h_t, w, y[None], chunk=chunk)
         gradients += torch.autograd.grad(loss, h_s)
-    whole, halves = gradients
-    if (halves - whole).norm() > 1e-3 * whole.norm():
+    if (gradients[1] - gradients[0]).norm() > 1e-3 * gradients[0].norm():
         raise UserError(
             "half a forward batch has another gradient than the whole; use `whole_batch`, or set "
             "in_chunks=False, or chunk_positions to at least group * seq_len"

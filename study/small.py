@@ -3,16 +3,14 @@
 #
 #   python study/compare.py study/small.py
 #
+# Every setting is pinned, so the command trains the students of results/small. How they were found
+# is results/small_trials: trials of six rates, and of one setting of eight methods.
+#
 # What differs from the paper's appendix E beside the sizes, and why:
-#   learning rate   chosen, with one setting of eight methods, by trials of a quarter of the
-#                   updates; students with one change to ALRA have its rate
+#   learning rate   that of the trials, of a quarter of the updates; ALRA's and BiLD's are those of
+#                   earlier trials; students with one change to ALRA have its rate
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order
-#
-# All methods have tried six rates, though not at each other setting. LOG.md says why the students
-# of ALRA and BiLD in results/small have 1.73e-3, although another rate is better by 0.016 in a
-# trial. The command above would train those two anew at that other rate; for students with one
-# change to ALRA set it in `_alra` too.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 student = "demo"
@@ -42,7 +40,8 @@ _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
 _others = ("pretrain", "pd", "atkd", "rld", "ldrld", "tad", "bild")
 _others += ("vanilla_kd@kl", "pretrain@flops")
 _equal_flops = ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra")
-_alra = {"lr": 1.73e-3, "gamma": 5}  # of ALRA's students
+_lr = {"lr": 1.73e-3}
+_alra = _lr | {"gamma": 5}
 _parts = {  # one change to ALRA each; "no anchor" is alra_n, which has the same settings
     "alra@exact": _alra | {"coefficients": "exact"},  # Eq. 13 instead of Eq. 14
     "alra@budget_9": _alra | {"d_min": 9, "d_max": 9},
@@ -51,8 +50,24 @@ _parts = {  # one change to ALRA each; "no anchor" is alra_n, which has the same
     "alra@no_pairs": _alra | {"lambda_pair": 0},
     "alra@budget_25": _alra | {"d_min": 25, "d_max": 25},
 }
-# KL alone, since ALRA has no cross-entropy either.
-hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}} | _parts
+hyper = {
+    "pretrain": _lr,
+    "vanilla_kd": _lr | {"tau": 1},
+    # KL alone, since ALRA has no cross-entropy either
+    "vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1, "lr": 1.32e-3},
+    "pd": _lr | {"tau": 1},
+    "atkd": _lr,
+    "rld": _lr | {"beta": 1},
+    "ldrld": _lr | {"d": 15},
+    "tad": _lr | {"beta": 2},
+    "bild": _lr | {"tau": 3},
+    "alra": _alra,
+    "alra_n": _alra,
+    "alra_u": {"lr": 2.28e-3},
+    "fixed_9": {"lr": 2.28e-3},
+    "fixed_25": _lr,
+    **_parts,
+}
 _compare = {
     "title": "The nine methods at a small scale",
     "summary": """\
@@ -73,18 +88,7 @@ this is about students of 1.1M parameters, one teacher and one text. It says not
 students of 200M.""",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
     "fewer_seeds": dict.fromkeys(_variants, 3) | dict.fromkeys((*_others, *_parts, "alra_n"), 5),
-    "trial_steps": 525,
-    "tune": (
-        "lr=1e-3,1.15e-3,1.32e-3,1.73e-3,2.28e-3,3e-3",
-        "vanilla_kd.tau=0.5,1",
-        "pd.tau=0.5,1",
-        "rld.beta=1,4",
-        "ldrld.d=8,15",
-        "tad.beta=1,2",
-        "bild.tau=1,3",
-        "alra.gamma=1,5",
-        "alra_n.gamma=1,5",
-    ),
+    "tune": ("none",),
     "tables": (
         ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),
         ("ALRA and the other methods", tuple(m for m in methods if m != "alra"), "alra"),

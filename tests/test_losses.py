@@ -528,7 +528,7 @@ def refused(message, fn, *inputs, **settings):
 def test_bad_shapes_are_refused_by_name():
     z_s, z_t, y = case()
     for fn in {losses.built(row).fn for row in METHODS.values()} - {losses.cross_entropy}:
-        refused("z_t: expected floats (7, 61), got torch.float32 (7, 60)", fn, z_s, z_t[:, 1:], y)
+        refused("z_t: expected floats (7, 61), got torch.float64 (7, 60)", fn, z_s, z_t[:, 1:], y)
         refused("z_s, y: expected [N, V] and int64 labels [N], got (7, 61)", fn, z_s, z_t, y[1:])
     for label in (-1, 61):
         refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))

@@ -158,13 +158,16 @@ def student_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return `record_changes` from the record of an earlier start, or of an older version.
 
     A config key, and a field of the shape, that is newer than the record had its default. Other
-    keys that the record lacks are not compared.
+    keys that the record lacks are not compared. A student without a rate of its own has the run's.
     """
     fields = {field.name: field.default for field in dataclasses.fields(Qwen2Config)}
     shape = {key: value for key, value in fields.items() if key in current["shape"]}
     known = as_in_file(settings_of_run(Config())) | earlier | {"shape": shape | earlier["shape"]}
-    common = [key for key in current if key in known]
-    return record_changes(*({key: x[key] for key in common} for x in (known, current)))
+    compared = []
+    for record in (known, current):
+        common = {key: record[key] for key in current if key in known}
+        compared.append(common | {"hyper": {"lr": record.get("lr")} | record.get("hyper", {})})
+    return record_changes(*compared)
 
 
 def student_shape(cfg):

@@ -53,7 +53,8 @@ def changes(student: Config, facts: dict) -> dict[str, str]:
 
 def find(student: Config, students: list[dict]) -> dict:
     """Return the facts of a student, or {} if it is not among these."""
-    return next((x for x in reversed(students) if not changes(student, x)), {})
+    of_seed = [x for x in reversed(students) if x["seed"] == student.seed]
+    return next((x for x in of_seed if not changes(student, x)), {})
 
 
 def on_record(cfg, out) -> list[dict]:

@@ -24,6 +24,8 @@ from lib import stats
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
 from lib.stats import estimate, holm, with_half
+from model import Qwen2Config
+from run import provenance
 from run.provenance import content_hash, made_by, record_hash
 from study import compare, record
 from study import report as reports
@@ -115,7 +117,8 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
     monkeypatch.setattr(compare, "try_points", try_points)
     tune = ["--tune=lr=1e-3,1e-2", "--tune=alra.gamma=1,5", "--tune=alra.tau=1,2"]
     # rld has a rate already, so it is not tried
-    argv = ["study/small.py", "--methods=alra,pd,rld", "--rld.lr=0.1", *tune]
+    trials = "study/results/small_trials/config.py"
+    argv = [trials, "--methods=alra,pd,rld", "--rld.lr=0.1", *tune]
     spec, cfg = compare.arguments(argv)
     compare.run_trials(spec, cfg, compare.values_to_try(spec, cfg))
     rates = [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
@@ -168,7 +171,8 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     assert runs[0].methods == plain
     assert [f"{cfg.out_dir}.py" for cfg in runs] == launched[:4]
-    assert runs[2].settings_of("alra@x") == {"detach_weights": False, "tau": 3}
+    settings = {"detach_weights": False, "tau": 3, "lr": 1.73e-3, "gamma": 5}
+    assert runs[2].settings_of("alra@x") == settings
 
 
 def on_record_as(student, **facts):
@@ -571,6 +575,31 @@ def test_a_committed_study_is_what_its_config_and_plan_say(study):
     assert tried == sorted(x["val_ce"] for x in plan["trials"])
     keys = {(record_hash(x["made_by"]), x["step"]) for x in facts}
     assert len(keys) == len(facts)  # no student is there twice
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_command_of_a_committed_study_trains_nothing(study, monkeypatch):
+    """On the rows and with the teacher that its students had."""
+    out = RESULTS / study
+    teacher = {x["made_by"]["teacher_sha256"] for x in record.read_students(out)} - {None}
+    made = record.read_students(out)[0]["made_by"]
+    rows = {
+        name: {"sha256": made[f"{key}_sha256"]} for name, key in (("train", "data"), ("val", "val"))
+    }
+    rows["train"] |= {"rows": 100, "tokenizer_sha256": made["tokenizer_sha256"]}
+    monkeypatch.setattr(provenance, "read_manifest", lambda _, name: rows[name])
+    monkeypatch.setattr(provenance, "content_hash", lambda name: name and max(teacher))
+    monkeypatch.setattr(provenance, "student_shape", lambda _: Qwen2Config(**made["shape"]))
+    record_of = functools.cache(lambda student: made_by(student, student.methods[0]))
+    for module in (record, compare):
+        monkeypatch.setattr(module, "record_of", record_of)
+    monkeypatch.setattr(compare, "check_config", lambda _: None)
+    trained = mock.Mock()
+    monkeypatch.setattr(compare, "run", trained)
+    spec, cfg = compare.arguments([*CONFIGS[study], f"--out={out}", "--seeds=1"])
+    trials = compare.run_trials(spec, cfg, compare.values_to_try(spec, cfg))
+    compare.train(compare.plan_students(spec, cfg, reports.best_settings(trials)), cfg, spec)
+    trained.assert_not_called()
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -94,7 +94,7 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
         students = by_method(group)
         lines += tables_of_kind(students, reference, metric)
         facts = [facts for x in students.values() for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(facts), *twin_lines(students), ""]
+        lines += [f"Protocol: {protocol}.", *edit_lines(facts), ""]
     return "\n".join(lines)
 
 
@@ -139,15 +139,6 @@ def edit_lines(facts: list[dict]) -> list[str]:
     """Return a line on the files that were edited between trainings and scorings, if any."""
     files = edited(*(x.get("code", {}) for x in facts))
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
-
-
-def twin_lines(students: dict) -> list[str]:
-    """Return a line for the rows whose models have equal weights, if any."""
-    by_weights = {}
-    for (method, _), x in students.items():
-        by_weights.setdefault(x["weights_sha256"], []).append(method)
-    twins = [names for names in by_weights.values() if len(names) > 1]
-    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
 
 
 def tables_of_kind(students: dict, reference, metric) -> list[str]:

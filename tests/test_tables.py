@@ -187,15 +187,13 @@ def test_what_cannot_be_compared(tmp_path, change, named):
         table_of(tmp_path)
 
 
-def test_edits_and_equal_weights_are_shown(tmp_path):
-    for method in ("pretrain", "alra", "tad"):
+def test_edits_are_shown(tmp_path):
+    for method in ("pretrain", "alra"):
         file = fake(tmp_path / method, method, ALL)
     assert "Edited" not in table_of(tmp_path)
-    weights = f'weights_sha256="{tmp_path}/alra"'
-    edit(file, 'run.code={"train.py": "b"}', 'code={"eval.py": "a"}', weights)
+    edit(file, 'run.code={"train.py": "b"}', 'code={"eval.py": "a"}')
     text = table_of(tmp_path)
     assert "\nEdited between these trainings and scorings: train.py.\n" in text
-    assert "\nOne student, as the weights are equal: tad, alra.\n" in text
 
 
 def test_a_method_without_a_teacher_does_not_hide_that_two_teachers_differ(tmp_path):

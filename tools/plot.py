@@ -9,7 +9,6 @@ Pictures go into the first folder given, or into --out. Budget and anchoring nee
 tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
-import functools
 import sys
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
@@ -87,12 +86,12 @@ def read_logs(folders) -> dict:
 
     They are named by method, or by folder if several folders are given.
     """
-    read = functools.cache(read_log)  # a log may be long
     logs = {}
-    for folder in map(Path, students_of(folders, read)):
-        if not read(folder):
+    for folder in map(Path, students_of(folders, read_log)):
+        log = read_log(folder)
+        if not log:
             raise UserError(f"{folder}: no log.jsonl with entries; expected a run's folder")
-        logs[folder.name if len(folders) == 1 else f"{folder}"] = read(folder)
+        logs[folder.name if len(folders) == 1 else f"{folder}"] = log
     return logs
 
 
@@ -128,8 +127,6 @@ def save(figure, path):
 def curves(seeds, path):
     """Draw every term of every student as means over seeds.
 
-    A term that was logged once has no panel, unless all were.
-
     seeds  what `read_logs` returns, for each seed
     """
     parts = {}
@@ -140,8 +137,7 @@ def curves(seeds, path):
             # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
-    n_points = numbers.groupby(["name", "seed"]).count().max().drop(UNDRAWN, errors="ignore")
-    drawn = n_points[n_points >= min(2, n_points.max())]
+    drawn = numbers.dropna(axis=1, how="all").drop(columns=UNDRAWN, errors="ignore")
     keys = [key for key in {**PANELS, **drawn} if key in drawn]
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))

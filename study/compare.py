@@ -143,9 +143,9 @@ def compare(spec, cfg, choices: dict):
     chosen = best_settings(trials)
     failed = {x["method"] for x in trials} - chosen.keys()  # in all trials
     planned = plan_students(spec, cfg, chosen)
-    train([s for s in planned if s.methods[0] not in failed], cfg, spec)
-    score(planned, rows, cfg, spec)
-    found = on_record(cfg, spec.out)
+    train([s for s in planned if s.methods[0] not in failed], spec.out)
+    score(planned, rows, cfg, spec.out)
+    found = on_record(spec.out)
     students = []
     codes = []
     for s in planned:
@@ -209,22 +209,22 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
-    for m, best in best_settings(try_points(points, cfg, spec)).items():
+    for m, best in best_settings(try_points(points, cfg, spec.out)).items():
         own = choices.get(m, {})
         for values in itertools.product(*own.values()):
             points.append((m, best | dict(zip(own, values, strict=True))))
-    return try_points(points, cfg, spec)
+    return try_points(points, cfg, spec.out)
 
 
-def try_points(points: list, cfg, spec) -> list[dict]:
+def try_points(points: list, cfg, out) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and CE of each one."""
     students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, record_hash(record_of(student))), (student, settings))
-    train([student for student, _ in students.values()], cfg, spec)
-    found = on_record(cfg, spec.out)
+    train([student for student, _ in students.values()], out)
+    found = on_record(out)
     trials = []
     for (method, _), (student, settings) in students.items():
         facts = find(student, found)
@@ -261,13 +261,13 @@ def scaled(cfg, ratio: float, *keys: str) -> Config:
     return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def train(students: list[Config], cfg, spec):
+def train(students: list[Config], out):
     """Train the students that are not on record, and say in what those of their names differ.
 
     Students that differ only in method and settings share a run. Those with a label share other
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
-    found = on_record(cfg, spec.out)
+    found = on_record(out)
     missing = {record_hash(record_of(s)): s for s in students if not find(s, found)}
     runs = {}
     for s in missing.values():
@@ -280,20 +280,20 @@ def train(students: list[Config], cfg, spec):
         for s in members:
             hyper |= s.hyper  # one key: its name
         sha = record_hash([record_of(s) for s in members])
-        out = spec.out / f"runs/seed{seed}_{sha[:8]}"
-        shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
-        run("train.py", write_config(out.with_suffix(".py"), shared))
+        folder = out / f"runs/seed{seed}_{sha[:8]}"
+        shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{folder}")
+        run("train.py", write_config(folder.with_suffix(".py"), shared))
 
 
-def score(students: list[Config], rows, cfg, spec):
+def score(students: list[Config], rows, cfg, out):
     """Score the trained students on these held-out rows, those after the rows for trials."""
-    found = on_record(cfg, spec.out)
+    found = on_record(out)
     folders = []
     for s in students:
         facts = find(s, found)
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
-            folders.append(spec.out / "runs" / run_name / facts["method"])
+            folders.append(out / "runs" / run_name / facts["method"])
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)

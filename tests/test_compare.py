@@ -1,7 +1,6 @@
 """Comparisons: what is run, resuming after a kill, what is on record, the report's numbers."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -107,7 +106,7 @@ def planned(*argv: str):
 def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch):
     asked = []
 
-    def try_points(points, cfg, spec):
+    def try_points(points, cfg, out):
         asked.append(list(points))
         assert (cfg.max_steps, cfg.schedule_steps, cfg.warmup_steps) == (525, 525, 25)
         return [{"method": m, "settings": x, "val_ce": abs(x["lr"] - 1e-2)} for m, x in points]
@@ -131,7 +130,7 @@ def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "find", lambda s, _: ended[s.settings_of(s.methods[0])["lr"]])
     points = [{"lr": 1e-3}, {"lr": 1e-3, "tau": 1.0}, {"lr": 1e-2}]
     cfg = world.config(tiny, tmp_path, methods="alra")
-    trials = compare.try_points([("alra", settings) for settings in points], cfg, Spec())
+    trials = compare.try_points([("alra", settings) for settings in points], cfg, Path("out"))
     # the second one, with the default, is the first student
     assert [s.methods for s in trained] == [("alra@t0",), ("alra@t2",)]
     assert [x["val_ce"] for x in trials] == [4.0, None]
@@ -162,7 +161,7 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
     launched = []
     monkeypatch.setattr(compare, "run", lambda script, file: launched.append(str(file)))
     for _ in range(2):  # a command that was cut goes on with the same runs
-        compare.train(students, STUDY, Spec(out=tmp_path))
+        compare.train(students, tmp_path)
     assert launched[:4] == launched[4:]
     runs = [configure.load([file]) for file in launched[:4]]
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
@@ -200,7 +199,7 @@ def test_students_that_differ_from_those_on_record_are_trained_and_told(
     facts["made_by"]["source"]["losses.pd"] = "edited"
     record.write_students(tmp_path, [facts])
     monkeypatch.setattr(compare, "run", mock.Mock())
-    compare.train([cfg], cfg, Spec(out=tmp_path))
+    compare.train([cfg], tmp_path)
     assert compare.run.called
     assert printed() == "x is not used: edited since: losses.pd\n"
 
@@ -227,12 +226,12 @@ LOG = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
 
 
 def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0 * cfg.lr))  # the run's lr of 1
     run = tmp_path / "runs/seed1_ab"
     untaught = finished_run(run)
-    assert record.on_record(STUDY, tmp_path) == []  # the run resumes as a whole
+    assert record.on_record(tmp_path) == []  # the run resumes as a whole
     write_json(run / "pretrain/stopped.json", untaught)
-    x, stopped = record.on_record(STUDY, tmp_path)
+    x, stopped = record.on_record(tmp_path)
     assert (x["name"], x["val_ce"], x["teacher_flops"]) == ("alra@x_seed1_ab", 4.0, 30.0)
     budgets = {"step": 1, "histogram": {"step": 1, "n": 2}}
     teacher = {"step": 1, "teacher": {"step": 1, "n": 7}}
@@ -241,11 +240,11 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     assert "teacher_flops" not in stopped
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
     append_line(run / "alra@x/results.jsonl", SCORES | {"values": figures})
-    x, stopped = record.on_record(STUDY, tmp_path)
+    x, stopped = record.on_record(tmp_path)
     assert (x["ce"], x["n_rows"], x["rows_sha256"]) == (3.5, 7, "r")
     assert x["scores"] == {"name": "x", "protocol": {}, "kind": "figures", "weights_sha256": "w"}
     shutil.rmtree(run)
-    assert record.on_record(STUDY, tmp_path) == [x, stopped]
+    assert record.on_record(tmp_path) == [x, stopped]
 
 
 def test_a_cut_file_of_students_is_refused_and_kept(tmp_path):
@@ -254,7 +253,7 @@ def test_a_cut_file_of_students_is_refused_and_kept(tmp_path):
     content = file.read_bytes()[:-9]
     file.write_bytes(content)
     with refusal(re.escape(f"{file}: ") + ".*; move it aside, and the command that wrote it"):
-        record.on_record(STUDY, tmp_path)
+        record.on_record(tmp_path)
     assert file.read_bytes() == content
 
 
@@ -295,7 +294,6 @@ def argv(tiny, tmp_path_factory):
 def quiet(monkeypatch):
     for name in ("study.compare.signal.signal", "study.report.pictures"):
         monkeypatch.setattr(name, lambda *a: [])
-    monkeypatch.setattr(record, "flops", functools.cache(record.flops))
 
 
 BEGUN = []

@@ -63,11 +63,8 @@ def left_out(paths, folders) -> list[str]:
 def read_results(folder: Path) -> list[dict]:
     """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
-    results = []
-    for x in read_lines(folder / "results.jsonl", RESULT):
-        if current in (None, x["weights_sha256"]):
-            results.append(x | {"folder": folder})
-    return results
+    results = read_lines(folder / "results.jsonl", RESULT)
+    return [x | {"folder": folder} for x in results if current in (None, x["weights_sha256"])]
 
 
 def newest_figures(folder: Path) -> dict:

@@ -93,8 +93,8 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
             lines += [f"## {shape}", ""]
         students = by_method(group)
         lines += tables_of_kind(students, reference, metric)
-        facts = [facts for x in students.values() for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(facts), ""]
+        edits = edit_lines(students.values(), "run")
+        lines += [f"Protocol: {protocol}.", *edits, ""]
     return "\n".join(lines)
 
 
@@ -135,9 +135,12 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def edit_lines(facts: list[dict]) -> list[str]:
-    """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited(*(x.get("code", {}) for x in facts))
+def edit_lines(results, part: str) -> list[str]:
+    """Return a line on the files that were edited between trainings and scorings, if any.
+
+    Of these, a result has the one, and has a dict of facts on the other as `part`.
+    """
+    files = edited(*(facts.get("code", {}) for x in results for facts in (x, x[part])))
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
 
 

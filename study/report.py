@@ -100,7 +100,7 @@ def report(spec) -> tuple:
         intervals,
         *failed,
         *compared,
-        *tables.edit_lines([facts for x in students for facts in (x, x["scores"])]),
+        *tables.edit_lines(students, "scores"),
         COSTS,
         *costs(students),
     ]
@@ -162,9 +162,9 @@ def trial_lines(plan: dict) -> list[str]:
     for x in trials:
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         stars = "**" if x["settings"] == best.get(x["method"]) else ""
-        own = {key: value for key, value in x["settings"].items() if key != "lr"}
-        row = f"{x['method']} {settings_text(own)}".strip()
-        cells[row, x["settings"]["lr"]] = stars + text + stars
+        own = dict(x["settings"])
+        rate = own.pop("lr")
+        cells[f"{x['method']} {settings_text(own)}".strip(), rate] = stars + text + stars
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
     rates = [*table]
     tried = [x["method"] for x in trials]

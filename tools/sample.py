@@ -16,14 +16,9 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.errors import UserError, note
-from lib.files import reading
-from lib.settings import NonNegative, NonNegativeInt, checked
+from lib.settings import NonNegative, checked
 
-OPTIONS = {
-    "tokens": (NonNegativeInt, 100),
-    "temperature": (NonNegative, 0.8),
-    "seed": (NonNegativeInt, 0),
-}
+NUMBERS = {"tokens": 100, "temperature": 0.8, "seed": 0}
 
 
 def arguments(argv) -> argparse.Namespace:
@@ -31,13 +26,11 @@ def arguments(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("names", nargs="+", metavar="MODEL")
     parser.add_argument("--prompt", default="")
-    for key, (_, default) in OPTIONS.items():
+    for key, default in NUMBERS.items():
         parser.add_argument(f"--{key}", type=type(default), default=default)
     args = parser.parse_args(argv)
-    for key, (kind, _) in OPTIONS.items():
-        checked(f"--{key}", getattr(args, key), kind)
-    with reading("--prompt", "expected UTF-8"):
-        args.prompt.encode()
+    for key in NUMBERS:
+        checked(f"--{key}", getattr(args, key), NonNegative)
     return args
 
 

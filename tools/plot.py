@@ -37,7 +37,7 @@ import torch
 from lib.errors import UserError, note
 from lib.files import read_lines, write_lines, writing
 from lib.metrics import logits_of
-from losses import resolve
+from losses import default_settings, resolve
 from run.log import LOGGED
 from run.paper_numbers import NAMES
 from run.provenance import content_hash
@@ -269,10 +269,8 @@ def choices(text, folder) -> list[dict]:
     ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
     models = load_model(c.folder), load_model(teacher)
     z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
-    settings = dict(c.run["overrides"])
-    settings.pop("lr", None)
-    method = resolve(c.run["method"], **settings)
-    terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
+    fn = resolve(c.run["method"]).fn
+    terms = fn(z_s, z_t, ids[1:], **{key: hyper[key] for key in default_settings(fn)})
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
     entries = []
     for u, candidates in enumerate(terms.tokens):

@@ -78,7 +78,7 @@ def tabulate(paths, reference="pretrain", metric="acc") -> str:
 
 
 def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
-    """Return the tables of each shape of students, kind of results, and protocol.
+    """Return the tables of each kind of results and protocol.
 
     reference  the method that gains are measured from; some of the paper's tables have their own
     metric     "acc", or "acc_norm" for the tasks that have it
@@ -88,9 +88,7 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
     results = sorted(results, key=table_of)
-    for (shape, _, protocol), group in itertools.groupby(results, table_of):
-        if f"## {shape}" not in lines:
-            lines += [f"## {shape}", ""]
+    for (_, protocol), group in itertools.groupby(results, table_of):
         students = by_method(group)
         lines += tables_of_kind(students, reference, metric)
         edits = edit_lines(students.values(), "run")
@@ -98,12 +96,14 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     return "\n".join(lines)
 
 
-def table_of(result) -> tuple[str, str, str]:
-    """Return shape, kind and protocol, which the results of a table have in common."""
-    student = result["run"].get("student")
-    shape = f"student={student}" if student else "other models"
-    protocol = [f"{key} {x}" for key, x in result["protocol"].items() if x is not None]
-    return shape, result["kind"], ", ".join(protocol)
+def table_of(result) -> tuple[str, str]:
+    """Return kind and protocol, which the results of a table have in common.
+
+    The shape of the students belongs to the protocol.
+    """
+    protocol = {"student": result["run"].get("student")} | result["protocol"]
+    facts = [f"{key} {x}" for key, x in protocol.items() if x is not None]
+    return result["kind"], ", ".join(facts)
 
 
 def by_method(results) -> dict:
@@ -150,11 +150,11 @@ def tables_of_kind(students: dict, reference, metric) -> list[str]:
     index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
     rows = pd.DataFrame([x["values"] for x in students.values()], index)
     if first["kind"] == "figures":
-        title = f"### Held-out rows {first['protocol'].get('rows')}"
+        title = f"## Held-out rows {first['protocol'].get('rows')}"
         return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
     lines = []
     for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
-        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
+        lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
     return lines
 
 

@@ -4,8 +4,9 @@
     python tools/sample.py demo/teacher out/demo/alra --prompt "def"
 
 A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. An empty prompt
-is the start of a document. The text ends with the document, after --tokens, or where the model's
-context is full. Temperature 0 takes the most likely token each time.
+is the start of a document; do not end one in a blank, which most tokenizers join to the next word.
+The text ends with the document, after --tokens, or where the model's context is full. Temperature 0
+takes the most likely token each time.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from lib.errors import UserError, note
+from lib.errors import UserError
 from lib.settings import NonNegative, checked
 
 NUMBERS = {"tokens": 100, "temperature": 0.8, "seed": 0}
@@ -64,12 +65,6 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
 def encode(c: Checkpoint, prompt: str) -> list[int]:
     """Return the ids of a prompt, after the token that starts a document."""
     ids = c.tokenizer.encode(prompt, add_special_tokens=False)
-    longer = c.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
-    if prompt != prompt.rstrip() and longer[: len(ids)] != ids:
-        note(
-            f"{c.name}: --prompt ends in a blank, which this tokenizer joins to the next word; "
-            "leave it out, or the text goes on with a piece of a word"
-        )
     if len(ids) >= c.context:
         n = len(ids) + 1
         raise UserError(f"--prompt: {n} tokens with the first, {c.name} takes {c.context}")

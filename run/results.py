@@ -9,9 +9,6 @@ from pathlib import Path
 from lib.errors import UserError
 from lib.files import read_json, read_lines
 
-# What is read from a line of results.jsonl.
-RESULT = {"kind": str, "name": str, "weights_sha256": str}
-RESULT |= dict.fromkeys(("protocol", "scored", "values", "run"), dict)
 # Files of entries beside log.jsonl, by the key that `read_log` gives to these entries.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
@@ -30,9 +27,9 @@ def training_facts(model):
 
 def read_log(folder):
     """Return the entries of log.jsonl, then {"step": .., PART: entry} for those of PARTS."""
-    log = read_lines(folder / "log.jsonl", {"step": int})
+    log = read_lines(folder / "log.jsonl")
     for part, path in PARTS.items():
-        for entry in read_lines(folder / path, {"step": int}):
+        for entry in read_lines(folder / path):
             log.append({"step": entry["step"], part: entry})
     return log
 
@@ -63,7 +60,7 @@ def left_out(paths, folders) -> list[str]:
 def read_results(folder: Path) -> list[dict]:
     """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
-    results = read_lines(folder / "results.jsonl", RESULT)
+    results = read_lines(folder / "results.jsonl")
     return [x | {"folder": folder} for x in results if current in (None, x["weights_sha256"])]
 
 

@@ -236,12 +236,6 @@ def test_other_rows_have_a_table_of_their_own(tmp_path):
     ]
 
 
-def test_results_of_an_older_version_are_refused_in_one_line(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"name": "x", "values": {}}\n')
-    with refusal(f"{tmp_path}/results.jsonl, line 1: no ..kind.. in it; "):
-        table_of(tmp_path)
-
-
 def test_results_of_several_commands_stand_in_one_row(tmp_path):
     for method in ("pretrain", "alra"):
         fake(tmp_path / method, method, {"piqa": 30.0})

@@ -34,8 +34,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lib.errors import UserError, note
-from lib.files import read_lines, write_lines, writing
+from lib.errors import UserError
+from lib.files import read_lines, write_lines
 from lib.metrics import logits_of
 from losses import default_settings, resolve
 from run.log import LOGGED
@@ -114,9 +114,8 @@ def looks(names) -> dict:
 
 
 def save(figure, path):
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     print(path)
 
@@ -236,16 +235,14 @@ def draw_histograms(logs, out) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
-        if not panels:
-            note(f"no {name}.png: it needs --histogram_every_steps=N in training")
-            continue
-        n_columns = min(len(panels), 3)
-        n_rows = -(-len(panels) // 3)
-        figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
-        for i, (title, lines) in enumerate(panels.items(), 1):
-            lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
-        save(figure, out / f"{name}.png")
-        drawn.append(name)
+        if panels:
+            n_columns = min(len(panels), 3)
+            n_rows = -(-len(panels) // 3)
+            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
+            for i, (title, lines) in enumerate(panels.items(), 1):
+                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
+            save(figure, out / f"{name}.png")
+            drawn.append(name)
     return drawn
 
 

@@ -54,8 +54,7 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
         z = logits_of(h, model.head)[0]  # [V]
         token = z.argmax()
         if args.temperature:
-            z = z.double() - z.max()  # at most 0: none is too large for a small temperature
-            token = torch.multinomial((z / args.temperature).softmax(-1), 1)
+            token = torch.multinomial((z.double() / args.temperature).softmax(-1), 1)
         ids = [*ids, int(token)]
         if token == c.tokenizer.eos_token_id:
             break

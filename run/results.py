@@ -26,11 +26,10 @@ def training_facts(model):
 
 
 def read_log(folder):
-    """Return the entries of log.jsonl, then {"step": .., PART: entry} for those of PARTS."""
+    """Return the entries of log.jsonl, then {PART: entry} for those of PARTS."""
     log = read_lines(folder / "log.jsonl")
     for part, path in PARTS.items():
-        for entry in read_lines(folder / path):
-            log.append({"step": entry["step"], part: entry})
+        log += [{part: entry} for entry in read_lines(folder / path)]
     return log
 
 
@@ -61,7 +60,7 @@ def read_results(folder: Path) -> list[dict]:
     """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
     results = read_lines(folder / "results.jsonl")
-    return [x | {"folder": folder} for x in results if current in (None, x["weights_sha256"])]
+    return [x for x in results if current in (None, x["weights_sha256"])]
 
 
 def newest_figures(folder: Path) -> dict:

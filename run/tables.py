@@ -50,11 +50,11 @@ def check_comparable(results):
                 key = f"{key} of {method_of(x)}"
             elif key in PER_SEED:
                 key = f"{key} of seed {run['seed']}"
-            first, folder = seen.setdefault(key, (value, x["folder"]))
+            first, name = seen.setdefault(key, (value, x["name"]))
             if first != value:
                 change = record_changes({key: first}, {key: value})[key]
                 raise UserError(
-                    f"{folder} and {x['folder']} cannot be compared: {change}; tabulate them apart"
+                    f"{name} and {x['name']} cannot be compared: {change}; tabulate them apart"
                 )
 
 

@@ -47,7 +47,6 @@ from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
 from lib.source import edited, merged, stored_hashes
-from losses import resolve
 from run.provenance import record_hash
 from run.startup import check_config
 from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
@@ -184,12 +183,10 @@ def values_to_try(spec, cfg) -> dict:
     for text in spec.tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        name = method or cfg.methods[0]  # rates are tried with the first method
-        resolve(name)  # refuses an unknown name
+        name = method or cfg.methods[0]  # rates are checked with the first method
         tried = choices.setdefault(method, {})[setting] = [*map(literal, values.split(","))]
-        if name in cfg.methods:
-            for value in tried:
-                check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
+        for value in tried:
+            check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
     if choices and [*choices.get("", ())] != ["lr"]:
         expected = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
         raise UserError(f"--tune={' --tune='.join(spec.tune)}: {expected}")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import zstandard
 
 from configure import Config
-from lib.files import atomic_write, read_json, reading
+from lib.files import atomic_write, read_json
 from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
 from run.teacher import model_flops, teacher_flops
@@ -28,8 +28,7 @@ def read_students(out) -> list[dict]:
     file = out / FILE
     if not file.exists():
         return []
-    with reading(file):  # refuses a file that was cut
-        return [json.loads(x) for x in zstandard.decompress(file.read_bytes()).splitlines()]
+    return [json.loads(x) for x in zstandard.decompress(file.read_bytes()).splitlines()]
 
 
 def write_students(out, students: list[dict]):
@@ -80,8 +79,7 @@ def read_student(end: Path) -> dict:
     folder = end.parent
     scores = newest_figures(folder)
     facts = read_json(end) | scores.pop("values", {}) | scores.pop("scored", {})
-    for key in ("run", "folder"):
-        scores.pop(key, None)
+    scores.pop("run", None)
     facts |= {"name": f"{folder.name}_{folder.parent.name}", "scores": scores}
     student, teacher = flops(SimpleNamespace(**facts["config"]))
     facts["student_flops"] = student * facts["nominal_tokens"]

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+import zstandard
 
 import configure
 import eval as ev
@@ -232,8 +232,8 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     write_json(run / "pretrain/stopped.json", untaught)
     x, stopped = record.on_record(tmp_path)
     assert (x["name"], x["val_ce"], x["teacher_flops"]) == ("alra@x_seed1_ab", 4.0, 30.0)
-    budgets = {"step": 1, "histogram": {"step": 1, "n": 2}}
-    teacher = {"step": 1, "teacher": {"step": 1, "n": 7}}
+    budgets = {"histogram": {"step": 1, "n": 2}}
+    teacher = {"teacher": {"step": 1, "n": 7}}
     assert x["log"] == [*LOG, budgets, teacher]
     assert (stopped["name"], stopped["why"]) == ("pretrain_seed1_ab", WHY)
     assert "teacher_flops" not in stopped
@@ -251,7 +251,7 @@ def test_a_cut_file_of_students_is_refused_and_kept(tmp_path):
     file = tmp_path / record.FILE
     content = file.read_bytes()[:-9]
     file.write_bytes(content)
-    with refusal(re.escape(f"{file}: ") + ".*; move it aside, and the command that wrote it"):
+    with pytest.raises(zstandard.ZstdError):
         record.on_record(tmp_path)
     assert file.read_bytes() == content
 

@@ -88,9 +88,17 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
     results = sorted(results, key=table_of)
-    for (_, protocol), group in itertools.groupby(results, table_of):
+    for (kind, protocol), group in itertools.groupby(results, table_of):
         students = by_method(group)
-        lines += tables_of_kind(students, reference, metric)
+        first, *_ = students.values()
+        index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
+        rows = pd.DataFrame([x["values"] for x in students.values()], index)
+        if kind == "figures":
+            title = f"## Held-out rows {first['protocol'].get('rows')}"
+            lines += [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
+        else:
+            for title, start, names in layouts(kind, rows.index.unique(0), reference):
+                lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
         edits = edit_lines(students.values(), "run")
         lines += [f"Protocol: {protocol}.", *edits, ""]
     return "\n".join(lines)
@@ -142,20 +150,6 @@ def edit_lines(results, part: str) -> list[str]:
     """
     files = edited(*(facts.get("code", {}) for x in results for facts in (x, x[part])))
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
-
-
-def tables_of_kind(students: dict, reference, metric) -> list[str]:
-    """Return the tables of results of one kind and protocol."""
-    first, *_ = students.values()
-    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
-    rows = pd.DataFrame([x["values"] for x in students.values()], index)
-    if first["kind"] == "figures":
-        title = f"## Held-out rows {first['protocol'].get('rows')}"
-        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
-    lines = []
-    for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
-        lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
-    return lines
 
 
 def grid(table: pd.DataFrame) -> list[str]:

@@ -94,7 +94,8 @@ def read_student(end: Path) -> dict:
 def flops(cfg) -> tuple:
     """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
     student = model_flops(student_shape(cfg), cfg.seq_len, trained=True)
-    return student, teacher_flops(cfg.teacher, cfg.seq_len) if cfg.teacher else 0.0
+    teacher = teacher_flops(cfg.teacher, cfg.seq_len) if cfg.teacher else 0.0
+    return student, teacher
 
 
 def is_scored(student: Config, facts: dict, rows) -> bool:

@@ -234,7 +234,7 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     for m, row in ours.iterrows():
         lines.append((NAMES.get(m, m), *row))
         lines += [("*paper*", *cells) for cells in paper[paper.index == m].values]
-    table = pd.DataFrame(lines).set_index(0).set_axis(ours.columns, axis=1)
+    table = pd.DataFrame(lines, columns=["", *ours]).set_index("")
     counts = averages.count()
     notes = [caption(counts)]
     if counts.nunique() > 1:

@@ -67,7 +67,7 @@ def without_near_duplicates() -> list[dict]:
     seen = set()
     for _, file, package in sorted(package_files()):
         text = file.locate().read_text("utf-8")
-        lines = {line.strip() for line in text.split("\n") if len(line.strip()) >= 20}
+        lines = {line for line in map(str.strip, text.split("\n")) if len(line) >= 20}
         if is_prose_or_code(text) and lines and len(lines & seen) <= len(lines) / 2:
             seen |= lines
             documents.append({"name": str(file), "package": package, "text": text})

@@ -115,7 +115,7 @@ def _predict(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     -> ln p [N, V], cross-entropy [N], the five most likely tokens [N, 5]
     """
     logp = z.log_softmax(-1)
-    return logp, -pick(logp, y), vocab.top(z, min(5, z.shape[1]))
+    return logp, -pick(logp, y), vocab.top(z, 5)
 
 
 def pick(logp: Tensor, y: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _summands(student, y, teacher, n_bytes) -> dict[str, Tensor]:
         values["kl"] = (p_t * (logp_t - logp)).sum(-1)
         values["top1"] = best == top_t[:, 0]
         same = top[:, :, None] == top_t[:, None, :]  # [N, 5, 5]
-        values["top5"] = same.sum((1, 2)) / top.shape[1]
+        values["top5"] = same.sum((1, 2)) / 5
         values["teacher_ce"] = ce_t
         values["teacher_entropy"] = -(p_t * logp_t).sum(-1)
     return values

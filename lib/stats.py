@@ -58,7 +58,7 @@ def with_half(e, digits: int, sign: str = ""):
     """Return "MEAN ± HALF" of each row of `estimate`, without the part that is NaN."""
     mean = e["mean"].map(f"{{:{sign}.{digits}f}}".format)
     half = e["half"].map(f" ± {{:.{digits}f}}".format)
-    return mean.where(e["mean"].notna(), "–") + half.where(e["half"].notna(), "")
+    return (mean + half).replace({" ± nan": "", r"\+?nan": "–"}, regex=True)
 
 
 def half_interval(sums: np.ndarray, n: np.ndarray) -> float:

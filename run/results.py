@@ -9,8 +9,6 @@ from pathlib import Path
 from lib.errors import UserError
 from lib.files import read_json, read_lines
 
-# what is read from a line of results.jsonl
-RESULT = ("kind", "name", "weights_sha256", "protocol", "scored", "values", "run")
 # Files of entries beside log.jsonl, by the key that `read_log` gives to these entries.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
@@ -28,11 +26,10 @@ def training_facts(model):
 
 
 def read_log(folder):
-    """Return the entries of log.jsonl, then {"step": .., PART: entry} for those of PARTS."""
-    log = read_lines(folder / "log.jsonl", ["step"])
+    """Return the entries of log.jsonl, then {PART: entry} for those of PARTS."""
+    log = read_lines(folder / "log.jsonl")
     for part, path in PARTS.items():
-        for entry in read_lines(folder / path, ["step"]):
-            log.append({"step": entry["step"], part: entry})
+        log += [{part: entry} for entry in read_lines(folder / path)]
     return log
 
 
@@ -62,11 +59,8 @@ def left_out(paths, folders) -> list[str]:
 def read_results(folder: Path) -> list[dict]:
     """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
-    results = []
-    for x in read_lines(folder / "results.jsonl", RESULT):
-        if current in (None, x["weights_sha256"]):
-            results.append(x | {"folder": folder})
-    return results
+    results = read_lines(folder / "results.jsonl")
+    return [x for x in results if current in (None, x["weights_sha256"])]
 
 
 def newest_figures(folder: Path) -> dict:

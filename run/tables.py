@@ -50,11 +50,11 @@ def check_comparable(results):
                 key = f"{key} of {method_of(x)}"
             elif key in PER_SEED:
                 key = f"{key} of seed {run['seed']}"
-            first, folder = seen.setdefault(key, (value, x["folder"]))
+            first, name = seen.setdefault(key, (value, x["name"]))
             if first != value:
                 change = record_changes({key: first}, {key: value})[key]
                 raise UserError(
-                    f"{folder} and {x['folder']} cannot be compared: {change}; tabulate them apart"
+                    f"{name} and {x['name']} cannot be compared: {change}; tabulate them apart"
                 )
 
 
@@ -78,7 +78,7 @@ def tabulate(paths, reference="pretrain", metric="acc") -> str:
 
 
 def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
-    """Return the tables of each shape of students, kind of results, and protocol.
+    """Return the tables of each kind of results and protocol.
 
     reference  the method that gains are measured from; some of the paper's tables have their own
     metric     "acc", or "acc_norm" for the tasks that have it
@@ -88,22 +88,30 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
     results = sorted(results, key=table_of)
-    for (shape, _, protocol), group in itertools.groupby(results, table_of):
-        if f"## {shape}" not in lines:
-            lines += [f"## {shape}", ""]
+    for (kind, protocol), group in itertools.groupby(results, table_of):
         students = by_method(group)
-        lines += tables_of_kind(students, reference, metric)
-        facts = [facts for x in students.values() for facts in (x, x["run"])]
-        lines += [f"Protocol: {protocol}.", *edit_lines(facts), *twin_lines(students), ""]
+        first, *_ = students.values()
+        index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
+        rows = pd.DataFrame([x["values"] for x in students.values()], index)
+        if kind == "figures":
+            title = f"## Held-out rows {first['protocol'].get('rows')}"
+            lines += [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
+        else:
+            for title, start, names in layouts(kind, rows.index.unique(0), reference):
+                lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
+        edits = edit_lines(students.values(), "run")
+        lines += [f"Protocol: {protocol}.", *edits, ""]
     return "\n".join(lines)
 
 
-def table_of(result) -> tuple[str, str, str]:
-    """Return shape, kind and protocol, which the results of a table have in common."""
-    student = result["run"].get("student")
-    shape = f"student={student}" if student else "other models"
-    protocol = [f"{key} {x}" for key, x in result["protocol"].items() if x is not None]
-    return shape, result["kind"], ", ".join(protocol)
+def table_of(result) -> tuple[str, str]:
+    """Return kind and protocol, which the results of a table have in common.
+
+    The shape of the students belongs to the protocol.
+    """
+    protocol = {"student": result["run"].get("student")} | result["protocol"]
+    facts = [f"{key} {x}" for key, x in protocol.items() if x is not None]
+    return result["kind"], ", ".join(facts)
 
 
 def by_method(results) -> dict:
@@ -135,33 +143,13 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def edit_lines(facts: list[dict]) -> list[str]:
-    """Return a line on the files that were edited between trainings and scorings, if any."""
-    files = edited(*(x.get("code", {}) for x in facts))
+def edit_lines(results, part: str) -> list[str]:
+    """Return a line on the files that were edited between trainings and scorings, if any.
+
+    Of these, a result has the one, and has a dict of facts on the other as `part`.
+    """
+    files = edited(*(facts.get("code", {}) for x in results for facts in (x, x[part])))
     return [f"Edited between these trainings and scorings: {', '.join(files)}."] if files else []
-
-
-def twin_lines(students: dict) -> list[str]:
-    """Return a line for the rows whose models have equal weights, if any."""
-    by_weights = {}
-    for (method, _), x in students.items():
-        by_weights.setdefault(x["weights_sha256"], []).append(method)
-    twins = [names for names in by_weights.values() if len(names) > 1]
-    return [f"One student, as the weights are equal: {', '.join(names)}." for names in twins]
-
-
-def tables_of_kind(students: dict, reference, metric) -> list[str]:
-    """Return the tables of results of one kind and protocol."""
-    first, *_ = students.values()
-    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
-    rows = pd.DataFrame([x["values"] for x in students.values()], index)
-    if first["kind"] == "figures":
-        title = f"### Held-out rows {first['protocol'].get('rows')}"
-        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
-    lines = []
-    for title, start, names in layouts(first["kind"], rows.index.unique(0), reference):
-        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
-    return lines
 
 
 def grid(table: pd.DataFrame) -> list[str]:
@@ -246,7 +234,7 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     for m, row in ours.iterrows():
         lines.append((NAMES.get(m, m), *row))
         lines += [("*paper*", *cells) for cells in paper[paper.index == m].values]
-    table = pd.DataFrame(lines).set_index(0).set_axis(ours.columns, axis=1)
+    table = pd.DataFrame(lines, columns=["", *ours]).set_index("")
     counts = averages.count()
     notes = [caption(counts)]
     if counts.nunique() > 1:

@@ -7,13 +7,13 @@
 
 Flags, with their defaults. They override `_compare` of a config file:
 
-    --seeds=3           seeds, from 1 on
-    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
-    --trial_steps=N     updates of a trial (as many as of a student)
-    --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
-    --rows=512          held-out rows to score
-    --out=FOLDER        folder of runs, students and report (out/compare_CONFIG)
+    --seeds=3        seeds, from 1 on
+    --tune=TEXT      lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
+    --trial_steps=N  updates of a trial (as many as of a student)
+    --rows=512       held-out rows to score
+    --out=FOLDER     folder of runs, students and report (out/compare_CONFIG)
 
+The report has differences to the first of --methods, unless `_compare` lists other tables.
 All methods try the same rates; a method's own settings are tried at its best rate. A method whose
 `lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, which no student
 has. The lowest CE over the first `val_max_rows` held-out rows wins; later rows are scored. Then
@@ -47,7 +47,6 @@ from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
 from lib.source import edited, merged, stored_hashes
-from losses import resolve
 from run.provenance import record_hash
 from run.startup import check_config
 from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
@@ -61,7 +60,6 @@ class Spec:
     title: str = "Comparison"
     summary: str = ""  # what the tables say, in words
     tables: tuple = ()  # (title, methods, reference), ..
-    reference: str | None = None
     seeds: PositiveInt = 3
     fewer_seeds: dict = field(default_factory=dict)  # number by method
     rows: PositiveInt = 512
@@ -72,7 +70,7 @@ class Spec:
 
 
 KINDS = get_type_hints(Spec, include_extras=True)
-OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
+OF_METHODS = ("title", "summary", "tables", "fewer_seeds")
 
 
 def arguments(argv) -> tuple:
@@ -100,15 +98,11 @@ def arguments(argv) -> tuple:
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
             keys = {key: x for key, x in keys.items() if key not in OF_METHODS}
-    if "reference" in flags:  # of one table, with all methods
-        keys["tables"] = ()
     with reading("_compare", "correct its keys"):
         spec = Spec(**keys | flags)
     check_fields(spec)
     spec.out = Path(spec.out)
     spec.trial_steps = spec.trial_steps or cfg.max_steps
-    if spec.reference not in (None, *cfg.methods):
-        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg
 
 
@@ -143,9 +137,9 @@ def compare(spec, cfg, choices: dict):
     chosen = best_settings(trials)
     failed = {x["method"] for x in trials} - chosen.keys()  # in all trials
     planned = plan_students(spec, cfg, chosen)
-    train([s for s in planned if s.methods[0] not in failed], cfg, spec)
-    score(planned, rows, cfg, spec)
-    found = on_record(cfg, spec.out)
+    train([s for s in planned if s.methods[0] not in failed], spec.out)
+    score(planned, rows, cfg, spec.out)
+    found = on_record(spec.out)
     students = []
     codes = []
     for s in planned:
@@ -189,12 +183,10 @@ def values_to_try(spec, cfg) -> dict:
     for text in spec.tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        name = method or cfg.methods[0]  # rates are tried with the first method
-        resolve(name)  # refuses an unknown name
+        name = method or cfg.methods[0]  # rates are checked with the first method
         tried = choices.setdefault(method, {})[setting] = [*map(literal, values.split(","))]
-        if name in cfg.methods:
-            for value in tried:
-                check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
+        for value in tried:
+            check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
     if choices and [*choices.get("", ())] != ["lr"]:
         expected = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
         raise UserError(f"--tune={' --tune='.join(spec.tune)}: {expected}")
@@ -209,22 +201,22 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
-    for m, best in best_settings(try_points(points, cfg, spec)).items():
+    for m, best in best_settings(try_points(points, cfg, spec.out)).items():
         own = choices.get(m, {})
         for values in itertools.product(*own.values()):
             points.append((m, best | dict(zip(own, values, strict=True))))
-    return try_points(points, cfg, spec)
+    return try_points(points, cfg, spec.out)
 
 
-def try_points(points: list, cfg, spec) -> list[dict]:
+def try_points(points: list, cfg, out) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and CE of each one."""
     students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, record_hash(record_of(student))), (student, settings))
-    train([student for student, _ in students.values()], cfg, spec)
-    found = on_record(cfg, spec.out)
+    train([student for student, _ in students.values()], out)
+    found = on_record(out)
     trials = []
     for (method, _), (student, settings) in students.items():
         facts = find(student, found)
@@ -261,13 +253,13 @@ def scaled(cfg, ratio: float, *keys: str) -> Config:
     return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def train(students: list[Config], cfg, spec):
+def train(students: list[Config], out):
     """Train the students that are not on record, and say in what those of their names differ.
 
     Students that differ only in method and settings share a run. Those with a label share other
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
-    found = on_record(cfg, spec.out)
+    found = on_record(out)
     missing = {record_hash(record_of(s)): s for s in students if not find(s, found)}
     runs = {}
     for s in missing.values():
@@ -280,20 +272,20 @@ def train(students: list[Config], cfg, spec):
         for s in members:
             hyper |= s.hyper  # one key: its name
         sha = record_hash([record_of(s) for s in members])
-        out = spec.out / f"runs/seed{seed}_{sha[:8]}"
-        shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
-        run("train.py", write_config(out.with_suffix(".py"), shared))
+        folder = out / f"runs/seed{seed}_{sha[:8]}"
+        shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{folder}")
+        run("train.py", write_config(folder.with_suffix(".py"), shared))
 
 
-def score(students: list[Config], rows, cfg, spec):
+def score(students: list[Config], rows, cfg, out):
     """Score the trained students on these held-out rows, those after the rows for trials."""
-    found = on_record(cfg, spec.out)
+    found = on_record(out)
     folders = []
     for s in students:
         facts = find(s, found)
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
-            folders.append(spec.out / "runs" / run_name / facts["method"])
+            folders.append(out / "runs" / run_name / facts["method"])
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)

@@ -8,11 +8,12 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import zstandard
 
 from configure import Config
-from lib.files import atomic_write, read_json, reading
+from lib.files import atomic_write, read_json
 from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
 from run.teacher import model_flops, teacher_flops
@@ -27,8 +28,7 @@ def read_students(out) -> list[dict]:
     file = out / FILE
     if not file.exists():
         return []
-    with reading(file):  # refuses a file that was cut
-        return [json.loads(x) for x in zstandard.decompress(file.read_bytes()).splitlines()]
+    return [json.loads(x) for x in zstandard.decompress(file.read_bytes()).splitlines()]
 
 
 def write_students(out, students: list[dict]):
@@ -57,49 +57,46 @@ def find(student: Config, students: list[dict]) -> dict:
     return next((x for x in of_seed if not changes(student, x)), {})
 
 
-def on_record(cfg, out) -> list[dict]:
-    """Return the students on record, after adding those of the runs that ended."""
+def on_record(out) -> list[dict]:
+    """Return the students on record, after adding those of the runs that ended.
+
+    A run has ended when all its students have, as it resumes with all of them.
+    """
     before = read_students(out)
     students = {x["name"]: x for x in before}
     for file in sorted(out.glob("runs/seed*/run.json")):
-        students |= {x["name"]: x for x in read_run(file, cfg)}
+        run = file.parent
+        ends = sorted([*run.glob("*/run.json"), *run.glob("*/stopped.json")])
+        if len(ends) == len(read_json(file)["config"]["methods"]):
+            students |= {x["name"]: x for x in map(read_student, ends)}
     found = [*students.values()]
     if found != before:
         write_students(out, found)
     return found
 
 
-def read_run(file, cfg) -> list[dict]:
-    """Return the students of a run; none until all have ended, as it resumes with all of them."""
-    folders = [file.parent / name for name in read_json(file)["config"]["methods"]]
-    ends = [end for x in folders for end in (x / "run.json", x / "stopped.json") if end.exists()]
-    return [read_student(end, cfg) for end in ends] if len(ends) == len(folders) else []
-
-
-def read_student(end: Path, cfg) -> dict:
+def read_student(end: Path) -> dict:
     """Return a student's facts, figures and log from the folder of `end`."""
     folder = end.parent
     scores = newest_figures(folder)
-    facts = read_json(end) | scores.get("values", {}) | scores.get("scored", {})
-    for key in ("values", "scored", "run", "folder"):
-        scores.pop(key, None)
+    facts = read_json(end) | scores.pop("values", {}) | scores.pop("scored", {})
+    scores.pop("run", None)
     facts |= {"name": f"{folder.name}_{folder.parent.name}", "scores": scores}
-    student, teacher = flops(cfg)
+    student, teacher = flops(SimpleNamespace(**facts["config"]))
     facts["student_flops"] = student * facts["nominal_tokens"]
     if facts["made_by"].get("teacher_sha256"):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
     facts["log"] = read_log(folder)
-    ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
-    facts["val_ce"] = ces[-1] if ces else None
+    ces = (line["val_ce"] for line in reversed(facts["log"]) if "val_ce" in line)
+    facts["val_ce"] = next(ces, None)
     return facts
 
 
 def flops(cfg) -> tuple:
     """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
     student = model_flops(student_shape(cfg), cfg.seq_len, trained=True)
-    if not cfg.teacher:
-        return student, 0.0
-    return student, teacher_flops(cfg.teacher, cfg.seq_len)
+    teacher = teacher_flops(cfg.teacher, cfg.seq_len) if cfg.teacher else 0.0
+    return student, teacher
 
 
 def is_scored(student: Config, facts: dict, rows) -> bool:

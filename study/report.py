@@ -72,9 +72,8 @@ def report(spec) -> tuple:
     plan, students, others, failed = read(spec.out)
     results = pd.DataFrame(students).set_index(["method", "seed"])
     methods = [*results.index.unique("method")]
-    start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
     compared = []
-    for title, names, reference in spec.tables or [("Methods", methods, start)]:
+    for title, names, reference in spec.tables or [("Methods", methods, methods[0])]:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
@@ -100,7 +99,7 @@ def report(spec) -> tuple:
         intervals,
         *failed,
         *compared,
-        *tables.edit_lines([facts for x in students for facts in (x, x["scores"])]),
+        *tables.edit_lines(students, "scores"),
         COSTS,
         *costs(students),
     ]
@@ -162,9 +161,9 @@ def trial_lines(plan: dict) -> list[str]:
     for x in trials:
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         stars = "**" if x["settings"] == best.get(x["method"]) else ""
-        own = {key: value for key, value in x["settings"].items() if key != "lr"}
-        row = f"{x['method']} {settings_text(own)}".strip()
-        cells[row, x["settings"]["lr"]] = stars + text + stars
+        own = dict(x["settings"])
+        rate = own.pop("lr")
+        cells[f"{x['method']} {settings_text(own)}".strip(), rate] = stars + text + stars
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
     rates = [*table]
     tried = [x["method"] for x in trials]

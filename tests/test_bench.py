@@ -12,6 +12,7 @@ from tests.world import ROOT, read_table, refusal
 from tools import bench
 
 CPU = torch.device("cpu")
+TINY = "--models=demo_teacher,mini"
 needs_peak = pytest.mark.skipif(not bench.PEAK.exists(), reason="no peak memory is known here")
 
 
@@ -33,7 +34,7 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     methods.compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["fused", "--device=cpu", "--tiny"])
+        bench.main(["fused", "--device=cpu", TINY, "--n=13", "--repeats=1"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
     cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]
@@ -49,15 +50,14 @@ def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
         scripts.append(script)
         if script == "-m":
             assert argv == ["pytest", "-q", "-m", "gpu", "tests"]
-            return 0
+            return
         flags = [flag for flag in map(str, argv) if not flag.startswith("--n_documents")]
         short = ["--n_documents=40", "--val_max_rows=2"]
-        return importlib.import_module(script.removesuffix(".py")).main([*flags, *short]) or 0
+        assert not importlib.import_module(script.removesuffix(".py")).main([*flags, *short])
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(bench.subprocess, "call", call)
-    models = "--models=demo_teacher,mini"
-    bench.main(["gpu", "--tiny", "--device=cpu", models, f"--out={tmp_path}/gpu"])
+    monkeypatch.setattr(bench.subprocess, "check_call", call)
+    bench.main(["gpu", "--device=cpu", TINY, "--n=13", "--rows=2", f"--out={tmp_path}/gpu"])
     assert scripts == ["-m", "prepare.py", "train.py", "train.py"]
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \| nan% \| (\d+\.\d) \|$", printed(), re.M)
     assert [row[:2] for row in rows] == [("mini", "alra"), ("mini", "vanilla_kd")]

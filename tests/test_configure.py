@@ -144,7 +144,6 @@ prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9 => UserError: w
 -m run.teacher_cache --lrr=1 => UserError: --lrr=1: no such key
 eval.py x --tasks=foo => UserError: --tasks: no ['foo'] in
 tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected float 0 or more
-tools/sample.py x --prompt=$(printf '\\377') => UserError: --prompt: cannot be used (UnicodeEncodeE
 tools/plot.py x --outt=y => usage: plot.py
 tools/bench.py gpuu => usage: bench.py
 -c 'import sys; sys.modules["fcntl"] = None; import train' => Windows is not supp

@@ -102,11 +102,11 @@ def test_figures_equal_plain_loops(student, teacher, batch):
     assert figures == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_largest_five_of_four_logits_are_four_and_extremes_have_a_bin_or_no_ce():
+def test_extremes_have_a_bin_or_no_ce():
     """A probability of exactly 1 falls into the last bin. A logit that is no number makes NaN."""
     y = torch.tensor([[0, 3]])
-    h = torch.tensor([[[3.0, 1.0, 0.0, 2.0], [0.0, 2.0, 1.0, 3.0]]])
-    head = torch.eye(4)
+    h = torch.tensor([[[3.0, 1.0, 0.0, 2.0, 4.0], [0.0, 2.0, 1.0, 3.0, 4.0]]])
+    head = torch.eye(5)
     models = [(lambda x, scale=scale: scale * h, head) for scale in (1.0, -900.0, math.nan)]
     sums, certain, of_nan = metrics.sums_by_part(models, head, [(y, y, y, h)], 4)
     assert sums["top5"].sum() == sums["n"].sum() == 2

@@ -235,7 +235,7 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
     models[0].save_pretrained(tmp_path / "t", tokenizer)
     hyper = {"d_max": 5, "tau": 2.0}
     facts = {"config": {"teacher": f"{tmp_path}/t"}, "overrides": hyper}
-    facts["made_by"] = {"hyper": hyper}
+    facts["made_by"] = {"hyper": losses.default_settings(losses.alra) | hyper}
     write_run(tmp_path, {"alra@x": models[1]}, tokenizer, tmp_path, tmp_path, **facts)
     plot.main([f"{tmp_path}/alra@x", "--text=import $x$ os", f"--out={tmp_path}/new"])
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])

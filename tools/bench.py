@@ -3,7 +3,8 @@
     python tools/bench.py fused                              on any machine
     python tools/bench.py fused --methods=tad,bild --n=1024  other methods and sizes
     python tools/bench.py gpu                                on a GPU: tests and training
-    python tools/bench.py gpu --tiny                         tiny models, on any machine
+    python tools/bench.py gpu --device=cpu --models=demo_teacher,mini --n=13 --rows=2
+                                                             the same, rehearsed on any machine
 
     fused  forward and backward of heads and loss: ALRA, compiled, compared with the matrix products
            alone, with other methods, and with itself, not compiled. The cases run in turn, round
@@ -48,12 +49,9 @@ OPTIONS = {
 def arguments(argv) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=["fused", "gpu"])
-    parser.add_argument("--tiny", action="store_true")
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    if "--tiny" in argv:
-        parser.set_defaults(models="demo_teacher,mini,demo", n=13, rows=2, repeats=1)
-    elif "gpu" in argv:
+    if "gpu" in argv:
         parser.set_defaults(device="cuda")
     return parser.parse_args(argv)
 
@@ -161,7 +159,7 @@ def bench_gpu(args):
         f"--teacher={args.out}/teacher",
         f"--data_dir={args.out}/data",
         f"--device={args.device}",
-        f"--compile={not args.tiny}",
+        f"--compile={args.device.type == 'cuda'}",
         f"--seq_len={args.n}",
         f"--batch_rows={args.rows}",
         f"--micro_batch={args.rows}",
@@ -186,10 +184,8 @@ def bench_gpu(args):
 
 
 def run(*command):
-    """Run Python with these arguments. If it fails, end as it did: it has said why."""
-    code = subprocess.call([sys.executable, *command])
-    if code:
-        sys.exit(code)
+    """Run Python with these arguments. Raises an error if it fails."""
+    subprocess.check_call([sys.executable, *command])
 
 
 def main(argv):

@@ -9,7 +9,6 @@ Pictures go into the first folder given, or into --out. Budget and anchoring nee
 tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
-import functools
 import sys
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
@@ -35,10 +34,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lib.errors import UserError, note
-from lib.files import read_lines, write_lines, writing
+from lib.errors import UserError
+from lib.files import read_lines, write_lines
 from lib.metrics import logits_of
-from losses import resolve
+from losses import default_settings, resolve
 from run.log import LOGGED
 from run.paper_numbers import NAMES
 from run.provenance import content_hash
@@ -87,12 +86,12 @@ def read_logs(folders) -> dict:
 
     They are named by method, or by folder if several folders are given.
     """
-    read = functools.cache(read_log)  # a log may be long
     logs = {}
-    for folder in map(Path, students_of(folders, read)):
-        if not read(folder):
+    for folder in map(Path, students_of(folders, read_log)):
+        log = read_log(folder)
+        if not log:
             raise UserError(f"{folder}: no log.jsonl with entries; expected a run's folder")
-        logs[folder.name if len(folders) == 1 else f"{folder}"] = read(folder)
+        logs[folder.name if len(folders) == 1 else f"{folder}"] = log
     return logs
 
 
@@ -115,9 +114,8 @@ def looks(names) -> dict:
 
 
 def save(figure, path):
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     print(path)
 
@@ -127,8 +125,6 @@ def save(figure, path):
 
 def curves(seeds, path):
     """Draw every term of every student as means over seeds.
-
-    A term that was logged once has no panel, unless all were.
 
     seeds  what `read_logs` returns, for each seed
     """
@@ -140,8 +136,7 @@ def curves(seeds, path):
             # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
-    n_points = numbers.groupby(["name", "seed"]).count().max().drop(UNDRAWN, errors="ignore")
-    drawn = n_points[n_points >= min(2, n_points.max())]
+    drawn = numbers.dropna(axis=1, how="all").drop(columns=UNDRAWN, errors="ignore")
     keys = [key for key in {**PANELS, **drawn} if key in drawn]
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
@@ -240,16 +235,14 @@ def draw_histograms(logs, out) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
-        if not panels:
-            note(f"no {name}.png: it needs --histogram_every_steps=N in training")
-            continue
-        n_columns = min(len(panels), 3)
-        n_rows = -(-len(panels) // 3)
-        figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
-        for i, (title, lines) in enumerate(panels.items(), 1):
-            lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
-        save(figure, out / f"{name}.png")
-        drawn.append(name)
+        if panels:
+            n_columns = min(len(panels), 3)
+            n_rows = -(-len(panels) // 3)
+            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
+            for i, (title, lines) in enumerate(panels.items(), 1):
+                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
+            save(figure, out / f"{name}.png")
+            drawn.append(name)
     return drawn
 
 
@@ -273,10 +266,8 @@ def choices(text, folder) -> list[dict]:
     ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
     models = load_model(c.folder), load_model(teacher)
     z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
-    settings = dict(c.run["overrides"])
-    settings.pop("lr", None)
-    method = resolve(c.run["method"], **settings)
-    terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
+    fn = resolve(c.run["method"]).fn
+    terms = fn(z_s, z_t, ids[1:], **{key: hyper[key] for key in default_settings(fn)})
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
     entries = []
     for u, candidates in enumerate(terms.tokens):

@@ -7,13 +7,13 @@
 
 Flags, with their defaults. They override `_compare` of a config file:
 
-    --seeds=3        seeds, from 1 on
-    --tune=TEXT      lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
-    --trial_steps=N  updates of a trial (as many as of a student)
-    --rows=512       held-out rows to score
-    --out=FOLDER     folder of runs, students and report (out/compare_CONFIG)
+    --seeds=3           seeds, from 1 on
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
+    --trial_steps=N     updates of a trial (as many as of a student)
+    --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
+    --rows=512          held-out rows to score
+    --out=FOLDER        folder of runs, students and report (out/compare_CONFIG)
 
-The report has differences to the first of --methods, unless `_compare` lists other tables.
 All methods try the same rates; a method's own settings are tried at its best rate. A method whose
 `lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, which no student
 has. The lowest CE over the first `val_max_rows` held-out rows wins; later rows are scored. Then
@@ -60,6 +60,7 @@ class Spec:
     title: str = "Comparison"
     summary: str = ""  # what the tables say, in words
     tables: tuple = ()  # (title, methods, reference), ..
+    reference: str | None = None
     seeds: PositiveInt = 3
     fewer_seeds: dict = field(default_factory=dict)  # number by method
     rows: PositiveInt = 512
@@ -70,7 +71,7 @@ class Spec:
 
 
 KINDS = get_type_hints(Spec, include_extras=True)
-OF_METHODS = ("title", "summary", "tables", "fewer_seeds")
+OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
 def arguments(argv) -> tuple:
@@ -98,11 +99,15 @@ def arguments(argv) -> tuple:
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
             keys = {key: x for key, x in keys.items() if key not in OF_METHODS}
+    if "reference" in flags:  # of one table, with all methods
+        keys["tables"] = ()
     with reading("_compare", "correct its keys"):
         spec = Spec(**keys | flags)
     check_fields(spec)
     spec.out = Path(spec.out)
     spec.trial_steps = spec.trial_steps or cfg.max_steps
+    if spec.reference not in (None, *cfg.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg
 
 

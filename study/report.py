@@ -72,8 +72,9 @@ def report(spec) -> tuple:
     plan, students, others, failed = read(spec.out)
     results = pd.DataFrame(students).set_index(["method", "seed"])
     methods = [*results.index.unique("method")]
+    start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
     compared = []
-    for title, names, reference in spec.tables or [("Methods", methods, methods[0])]:
+    for title, names, reference in spec.tables or [("Methods", methods, start)]:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):

@@ -157,6 +157,7 @@ tools/sample.py nowhere => nowhere: no such folder
 {PREPARE} --n_documents=2 --val_rows=0 --val_share=1e-6 => 2 records leave no row for val
 {COMPARE} --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
 {COMPARE} --tunes=x => --tunes=x: no such key 'tunes'
+{COMPARE} --reference=vanila_kd => --reference=vanila_kd: expected one of alra
 {COMPARE} --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SET
 {COMPARE} --tune=lr=0,1 => alra.lr=0.0: expected float more than 0
 {COMPARE} --tad.beta=3 => settings of \['tad'\], not among methods=\('alra',\)

@@ -83,7 +83,7 @@ from lib.vocab import IGNORE
 from run.provenance import content_hash
 from run.results import left_out, students_of
 from run.saved_models import Checkpoint, check_content, open_checkpoint
-from run.teacher import Teacher, check_teacher, load_teacher
+from run.teacher import Teacher, check_context, check_teacher, inherited, load_teacher
 from run.teacher_cache import open_cached, progress
 
 
@@ -167,9 +167,8 @@ class Scorer(TemplateLM):
     bos  the id before each context, as before each document in training, or None
     """
 
-    # none of the nine tasks asks for these
-    eot_token_id = generate_until = loglikelihood_rolling = None
-    prefix_token_id = None  # the token that replaces an empty context
+    # none of the nine tasks asks for these, but for the first: it replaces an empty context
+    prefix_token_id = eot_token_id = generate_until = loglikelihood_rolling = None
 
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
@@ -188,7 +187,7 @@ class Scorer(TemplateLM):
             return ids
         return [self.bos, *ids]
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+    def _loglikelihood_tokens(self, requests, **kwargs):
         """Return each continuation's log-probability in nats, and whether it is the greedy one.
 
         requests  [((context, continuation), context ids, continuation ids)]
@@ -209,14 +208,13 @@ class Scorer(TemplateLM):
         # Longest first: a batch that does not fit in memory fails at once.
         unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
         model = (lambda x: self.model.hidden(x).float(), self.head)
-        batches = self.batches(unique, disable_tqdm)
-        (sums,) = metrics.sums_by_part([model], None, batches, len(unique))
+        (sums,) = metrics.sums_by_part([model], None, self.batches(unique), len(unique))
         logp = (-sums["ce"]).tolist()
         is_greedy = (sums["right"] == sums["n"]).tolist()
         scores = dict(zip(unique, zip(logp, is_greedy, strict=True), strict=True))
         return [scores[row] for row in rows]
 
-    def batches(self, rows, disable_tqdm):
+    def batches(self, rows):
         """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
 
         def stacked(rows, padding):
@@ -224,7 +222,7 @@ class Scorer(TemplateLM):
             return pad_sequence(rows, True, padding).to(self.head.device)  # [B, T]
 
         first = 0
-        with progress(total=len(rows), desc="scoring", disable=disable_tqdm or None) as bar:
+        with progress(total=len(rows), desc="scoring", disable=None) as bar:
             while first < len(rows):
                 longest = len(rows[first][0])
                 waiting = rows[first : first + max(1, self.batch_tokens // longest)]
@@ -269,10 +267,11 @@ def score_rows(
     checkpoints: list[Checkpoint], data_dir: str, teacher_name: str | None, args, device
 ) -> list[dict]:
     """Write and return figures over held-out rows. The teacher is computed once for all."""
-    rows = open_scored_rows(data_dir, checkpoints, args)
+    rows = open_scored_rows(data_dir, checkpoints, teacher_name, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
+    ids = rows.read(index)
     tokenizer = checkpoints[0].tokenizer
     references = rows.reference_ces | {"n_rows": len(index), "skip_rows": args.skip_rows}
     protocol = {
@@ -281,7 +280,7 @@ def score_rows(
         "dtype": args.dtype,
     }
     scored = {
-        "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
+        "rows_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
         "vocabulary": rows.n_vocab,
     }
     dtype = getattr(torch, args.dtype)
@@ -296,12 +295,7 @@ def score_rows(
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
         teacher = teacher or load_teacher(teacher_name, dtype, device)
         teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
-        if len(teacher.head) != rows.n_vocab:
-            raise UserError(
-                f"{teacher_name}: vocabulary of {len(teacher.head):,}, expected at least "
-                f"{rows.n_vocab:,}"
-            )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids)
     models = [c.load(dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
@@ -310,7 +304,7 @@ def score_rows(
     return results
 
 
-def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows:
+def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], teacher_name, args) -> Rows:
     """Return the held-out rows, with the smallest vocabulary: that of others is padded.
 
     Raises `UserError` if a checkpoint has another tokenizer or BOS than the rows, or cannot take
@@ -318,6 +312,7 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows
     """
     seq_len = read_manifest(data_dir, "val")["row_len"] - 1
     n_vocab = min(c.n_vocab for c in checkpoints)
+    n_vocab = min(n_vocab, inherited(teacher_name).get("vocab_size", n_vocab))
     rows = Rows(data_dir, "val", seq_len, False, n_vocab)
     bos = rows.manifest["bos"]
     for c in checkpoints:
@@ -333,10 +328,7 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows
                 f"{data_dir}: rows with bos={bos}, but {c.name} was trained on rows with "
                 f"bos={c.bos}"
             )
-        if seq_len > c.context:
-            raise UserError(
-                f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {c.context} at most"
-            )
+        check_context(c.name, c.context, seq_len)
     return rows
 
 

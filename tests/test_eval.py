@@ -167,7 +167,7 @@ def assert_close(scores, expected):
 
 def score_ids(lm, requests):
     """Score ids of (context, continuation) pairs."""
-    return lm._loglikelihood_tokens([(("", "x"), *pair) for pair in requests], True)
+    return lm._loglikelihood_tokens([(("", "x"), *pair) for pair in requests])
 
 
 def score(command):

@@ -30,7 +30,6 @@ import itertools
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import configure
@@ -116,7 +115,7 @@ def write_rows(cfg, source, tokenizer, state):
     max_rows = math.inf
     if cfg.train_rows is not None:
         max_rows = cfg.train_rows + cfg.val_rows
-    n_left = (cfg.n_documents or sys.maxsize) - state["records"]  # documents to read at most
+    n_left = cfg.n_documents and cfg.n_documents - state["records"]  # to read at most; None: all
     table = token_table(tokenizer)
     backend = tokenizer.backend_tokenizer
     # the library's words for: "<|endoftext|>" in a text is encoded as its characters

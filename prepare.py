@@ -46,7 +46,7 @@ from lib.files import flush, for_json, locked, read_json, text_hash, write_json,
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.stats import half_interval
-from lib.tokens import check_bos, check_tokenizer, encode_texts, leading_bos, token_bytes
+from lib.tokens import check_bos, check_tokenizer, leading_bos, loss_of, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
@@ -112,9 +112,7 @@ def write_rows(cfg, source, tokenizer, state):
     """
     folder = Path(cfg.data_dir)
     n_rows = state["rows"]
-    max_rows = math.inf
-    if cfg.train_rows is not None:
-        max_rows = cfg.train_rows + cfg.val_rows
+    max_rows = (cfg.train_rows or math.inf) + cfg.val_rows
     n_left = cfg.n_documents and cfg.n_documents - state["records"]  # to read at most; None: all
     table = token_table(tokenizer)
     backend = tokenizer.backend_tokenizer
@@ -190,8 +188,11 @@ def encode(backend, documents, state, max_bad_records):
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
     eos = recipe["eos_id"]
     texts = [document["text"] for document in documents]
-    for document, (ids, loss) in zip(documents, encode_texts(backend, texts), strict=True):
-        bad = document["bad"] or loss
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    ids_of = [encoding.ids for encoding in encodings]
+    decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
+    for document, ids, result in zip(documents, ids_of, decoded, strict=True):
+        bad = document["bad"] or loss_of(document["text"], result)
         if eos in ids:  # of a tokenizer whose EOS is an ordinary token
             bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
         if bad:
@@ -396,9 +397,9 @@ def open_state(folder, recipe):
         check_recipe(folder, state["recipe"], recipe)
         note(f"{folder}: resuming after {state['records']:,} documents")
         return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
-    foreign = [name for name in ("train.bin", "val.bin") if (folder / name).exists()]
-    if foreign:
-        raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
+    for name in ("train.bin", "val.bin"):
+        if (folder / name).exists():
+            raise UserError(f"{folder}: contains {name}, not of prepare.py; move it aside")
     splits = ["train", "val"] if recipe["val_share"] else ["train"]
     rows = dict.fromkeys(splits, 0)
     ids = {split: [] for split in splits}
@@ -458,7 +459,7 @@ def finish(folder, state):
     if "val" in n_rows:
         facts, _, _ = measure(folder / "val.bin", recipe)
         facts |= measure_unigram(folder / "val.bin", recipe, counts)
-        if recipe["val_rows"] and recipe["train_rows"] is None:
+        if recipe["val_rows"] and not recipe["train_rows"]:
             # the number of documents that end in the training rows before each held-out row, which
             # tells whether two of these rows are of one document
             n_ended = np.cumsum(np.insert(n_eos, 0, 0))
@@ -474,7 +475,7 @@ def held_out_rows(recipe, n_rows) -> np.ndarray:
     over the text, so that they come from as many of its documents as they can.
     """
     n = min(recipe["val_rows"], n_rows)
-    if recipe["train_rows"] is not None:
+    if recipe["train_rows"]:
         return np.arange(n_rows - n, n_rows)
     return np.arange(1, 2 * n, 2) * n_rows // (2 * n)  # none if n is 0
 

@@ -1,4 +1,4 @@
-"""The bytes that a tokenizer's ids stand for, and the ids of texts, which keep every character."""
+"""The bytes that a tokenizer's ids stand for, and checks of what it does to texts."""
 
 import json
 import re
@@ -107,19 +107,11 @@ def config_of(folder) -> dict:
     return read_json(file) if file.is_file() else {}
 
 
-def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:
-    """Return the ids of each text, and what they lose of it; "" if nothing.
+def loss_of(text, result) -> str:
+    """Return what the text `result` of a text's ids lacks of its characters; "" if nothing.
 
     Case, Unicode's compatible forms and control characters do not count.
     """
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    ids = [encoding.ids for encoding in encodings]
-    decoded = backend.decode_batch(ids, skip_special_tokens=False)
-    return list(zip(ids, map(loss_of, texts, decoded), strict=True))
-
-
-def loss_of(text, result) -> str:
-    """Return what the text `result` of a text's ids lacks of its characters; "" if nothing."""
     if text == result:
         return ""
     lost = Counter(comparable(text)) - Counter(comparable(result))

@@ -259,7 +259,7 @@ h.jsonl, record 1: .*'utf-8' codec .* 0xed
 h.txt, record 1: cannot be read .UnicodeDecodeError: 'utf-8' codec
 {PREPARE} --source=h.txt => printf 'a\0b\0' > h.txt => h.txt, record 1: .*contains NUL
 {PREPARE} => ln -s gone text/c.jsonl => text/c.jsonl: No such file
-prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin => b: contains \['train.bin'\]
+prepare.py cfg.py --data_dir=b => mkdir b; echo > b/train.bin => b: contains train.bin, not of
 {PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json eos_token="</s>" => \
 lacks its eos_token '</s>'
 {PREPARE} --tokenizer=other => {OTHER}/tokenizer_config.json eos_token="a" => \

@@ -216,11 +216,7 @@ class Scorer(TemplateLM):
 
     def batches(self, rows):
         """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
-
-        def stacked(rows, padding):
-            rows = [torch.tensor(row) for row in rows]
-            return pad_sequence(rows, True, padding).to(self.head.device)  # [B, T]
-
+        device = self.head.device
         first = 0
         with progress(total=len(rows), desc="scoring", disable=None) as bar:
             while first < len(rows):
@@ -228,9 +224,10 @@ class Scorer(TemplateLM):
                 waiting = rows[first : first + max(1, self.batch_tokens // longest)]
                 batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
                 inputs, labels = zip(*batch, strict=True)
-                x = stacked(inputs, 0)
-                part = torch.arange(first, first + len(batch), device=x.device)
-                yield part[:, None].expand_as(x), x, stacked(labels, IGNORE), None
+                x = pad_sequence([*map(torch.tensor, inputs)], True).to(device)  # [B, T]
+                y = pad_sequence([*map(torch.tensor, labels)], True, IGNORE).to(device)
+                part = torch.arange(first, first + len(batch), device=device)
+                yield part[:, None].expand_as(x), x, y, None
                 bar.update(len(batch))
                 first += len(batch)
 
@@ -298,10 +295,10 @@ def score_rows(
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids)
     models = [c.load(dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-    results = []
-    for c, values in zip(checkpoints, figures, strict=True):
-        results.append(write("figures", values | references, protocol, scored, c, device))
-    return results
+    return [
+        write("figures", values | references, protocol, scored, c, device)
+        for c, values in zip(checkpoints, figures, strict=True)
+    ]
 
 
 def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], teacher_name, args) -> Rows:

@@ -152,8 +152,7 @@ class Foreign(nn.Module):
         head = self.lm.get_output_embeddings()
         weight = head.weight
         if head.bias is not None:
-            weight = torch.cat((weight, head.bias[:, None]), 1)
-            weight = F.pad(weight, (0, PAD - 1))
+            weight = F.pad(torch.cat((weight, head.bias[:, None]), 1), (0, PAD - 1))
         return OutputHead(weight, (weight.shape[1],), (self.cap,)) if self.cap else weight
 
     @property
@@ -186,9 +185,9 @@ class Foreign(nn.Module):
         dtype = next(iter(tensors.values())).dtype
         with torch.device("meta"):  # training may go on with this model in another thread
             model = self.config.build(dtype)
-        for config in (model.config.get_text_config(), model.generation_config):
-            for key, token in special_ids(tokenizer).items():
-                setattr(config, key, token)
+        ids = special_ids(tokenizer)
+        model.config.get_text_config().update(ids)
+        model.generation_config.update(**ids)
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             save_tokenizer(new, tokenizer)
@@ -257,7 +256,7 @@ def check_logits(name, model) -> tuple[float, float | None]:
 
     def replace(module, inputs, output):
         seen.append(inputs[0])
-        return probe.expand(*idx.shape, -1)
+        return probe.expand_as(output)
 
     hook = head.register_forward_hook(replace)
     z = model(idx, use_cache=False).logits
@@ -274,7 +273,7 @@ def check_logits(name, model) -> tuple[float, float | None]:
     h = model.base_model(idx, use_cache=False)[0].to(head.weight.dtype)
     tolerance = 1e-4 if h.dtype == torch.float32 else 2e-2  # relative error of a norm by rounding
     if (
-        not torch.allclose(z.float(), expected.expand_as(z), rtol=1e-5)
+        not torch.allclose(z.float(), expected, rtol=1e-5)
         or h.shape != seen[0].shape
         or not is_near(h, seen[0], 1e-3)
     ):

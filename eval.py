@@ -100,9 +100,7 @@ def score(args):
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     tasks = {}
     for name in names:
-        tasks[name] = open_task(
-            name, args.split, args.data_dir, args.storycloze, args.any_items, args.limit
-        )
+        tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
@@ -238,7 +236,9 @@ def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> tuple[dict, li
     Scores are metrics, standard errors, n, and the hashes of what was scored.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
-    out = lm_eval.evaluate(lm, task.loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
+    out = lm_eval.evaluate(
+        lm, task.loaded, args.limit, bootstrap_iters=1_000, log_samples=args.log_samples
+    )
     values = {}
     for key, value in out["results"][name].items():
         if key.endswith(",none") and value != "N/A":  # a single item has no standard error
@@ -384,7 +384,7 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
          the means over these rows
     """
     pieces = token_bytes(tokenizer)
-    lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
+    lengths = [*map(len, pieces)] + [0.0] * (n_vocab - len(pieces))
     bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a"))
     if len(ids) and pieces[bare[0]].startswith(b" ") and bare != spaced:
         begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])

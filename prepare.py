@@ -393,7 +393,7 @@ def open_state(folder, recipe):
     """
     file = folder / "prepare.state"
     if file.exists():
-        state = read_json(file, remedy=f"move {folder} aside and start again")
+        state = read_json(file, {"ids": dict}, f"move {folder} aside and start again")
         check_recipe(folder, state["recipe"], recipe)
         note(f"{folder}: resuming after {state['records']:,} documents")
         return state | {"recipe": recipe}  # its names of tokenizer and sources may be new

@@ -83,7 +83,7 @@ from lib.vocab import IGNORE
 from run.provenance import content_hash
 from run.results import left_out, students_of
 from run.saved_models import Checkpoint, check_content, open_checkpoint
-from run.teacher import Teacher, check_teacher, load_teacher
+from run.teacher import Teacher, check_context, check_teacher, inherited, load_teacher
 from run.teacher_cache import open_cached, progress
 
 
@@ -100,9 +100,7 @@ def score(args):
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     tasks = {}
     for name in names:
-        tasks[name] = open_task(
-            name, args.split, args.data_dir, args.storycloze, args.any_items, args.limit
-        )
+        tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
@@ -167,9 +165,8 @@ class Scorer(TemplateLM):
     bos  the id before each context, as before each document in training, or None
     """
 
-    # none of the nine tasks asks for these
-    eot_token_id = generate_until = loglikelihood_rolling = None
-    prefix_token_id = None  # the token that replaces an empty context
+    # none of the nine tasks asks for these, but for the first: it replaces an empty context
+    prefix_token_id = eot_token_id = generate_until = loglikelihood_rolling = None
 
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
@@ -188,7 +185,7 @@ class Scorer(TemplateLM):
             return ids
         return [self.bos, *ids]
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+    def _loglikelihood_tokens(self, requests, **kwargs):
         """Return each continuation's log-probability in nats, and whether it is the greedy one.
 
         requests  [((context, continuation), context ids, continuation ids)]
@@ -209,30 +206,26 @@ class Scorer(TemplateLM):
         # Longest first: a batch that does not fit in memory fails at once.
         unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
         model = (lambda x: self.model.hidden(x).float(), self.head)
-        batches = self.batches(unique, disable_tqdm)
-        (sums,) = metrics.sums_by_part([model], None, batches, len(unique))
+        (sums,) = metrics.sums_by_part([model], None, self.batches(unique), len(unique))
         logp = (-sums["ce"]).tolist()
         is_greedy = (sums["right"] == sums["n"]).tolist()
         scores = dict(zip(unique, zip(logp, is_greedy, strict=True), strict=True))
         return [scores[row] for row in rows]
 
-    def batches(self, rows, disable_tqdm):
+    def batches(self, rows):
         """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
-
-        def stacked(rows, padding):
-            rows = [torch.tensor(row) for row in rows]
-            return pad_sequence(rows, True, padding).to(self.head.device)  # [B, T]
-
+        device = self.head.device
         first = 0
-        with progress(total=len(rows), desc="scoring", disable=disable_tqdm or None) as bar:
+        with progress(total=len(rows), desc="scoring", disable=None) as bar:
             while first < len(rows):
                 longest = len(rows[first][0])
                 waiting = rows[first : first + max(1, self.batch_tokens // longest)]
                 batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
                 inputs, labels = zip(*batch, strict=True)
-                x = stacked(inputs, 0)
-                part = torch.arange(first, first + len(batch), device=x.device)
-                yield part[:, None].expand_as(x), x, stacked(labels, IGNORE), None
+                x = pad_sequence([*map(torch.tensor, inputs)], True).to(device)  # [B, T]
+                y = pad_sequence([*map(torch.tensor, labels)], True, IGNORE).to(device)
+                part = torch.arange(first, first + len(batch), device=device)
+                yield part[:, None].expand_as(x), x, y, None
                 bar.update(len(batch))
                 first += len(batch)
 
@@ -243,7 +236,9 @@ def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> tuple[dict, li
     Scores are metrics, standard errors, n, and the hashes of what was scored.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
-    out = lm_eval.evaluate(lm, task.loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
+    out = lm_eval.evaluate(
+        lm, task.loaded, args.limit, bootstrap_iters=1_000, log_samples=args.log_samples
+    )
     values = {}
     for key, value in out["results"][name].items():
         if key.endswith(",none") and value != "N/A":  # a single item has no standard error
@@ -269,10 +264,11 @@ def score_rows(
     checkpoints: list[Checkpoint], data_dir: str, teacher_name: str | None, args, device
 ) -> list[dict]:
     """Write and return figures over held-out rows. The teacher is computed once for all."""
-    rows = open_scored_rows(data_dir, checkpoints, args)
+    rows = open_scored_rows(data_dir, checkpoints, teacher_name, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
+    ids = rows.read(index)
     tokenizer = checkpoints[0].tokenizer
     references = rows.reference_ces | {"n_rows": len(index), "skip_rows": args.skip_rows}
     protocol = {
@@ -281,7 +277,7 @@ def score_rows(
         "dtype": args.dtype,
     }
     scored = {
-        "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
+        "rows_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
         "vocabulary": rows.n_vocab,
     }
     dtype = getattr(torch, args.dtype)
@@ -296,21 +292,16 @@ def score_rows(
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
         teacher = teacher or load_teacher(teacher_name, dtype, device)
         teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
-        if len(teacher.head) != rows.n_vocab:
-            raise UserError(
-                f"{teacher_name}: vocabulary of {len(teacher.head):,}, expected at least "
-                f"{rows.n_vocab:,}"
-            )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids)
     models = [c.load(dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-    results = []
-    for c, values in zip(checkpoints, figures, strict=True):
-        results.append(write("figures", values | references, protocol, scored, c, device))
-    return results
+    return [
+        write("figures", values | references, protocol, scored, c, device)
+        for c, values in zip(checkpoints, figures, strict=True)
+    ]
 
 
-def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows:
+def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], teacher_name, args) -> Rows:
     """Return the held-out rows, with the smallest vocabulary: that of others is padded.
 
     Raises `UserError` if a checkpoint has another tokenizer or BOS than the rows, or cannot take
@@ -318,6 +309,7 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows
     """
     seq_len = read_manifest(data_dir, "val")["row_len"] - 1
     n_vocab = min(c.n_vocab for c in checkpoints)
+    n_vocab = min(n_vocab, inherited(teacher_name).get("vocab_size", n_vocab))
     rows = Rows(data_dir, "val", seq_len, False, n_vocab)
     bos = rows.manifest["bos"]
     for c in checkpoints:
@@ -333,10 +325,7 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows
                 f"{data_dir}: rows with bos={bos}, but {c.name} was trained on rows with "
                 f"bos={c.bos}"
             )
-        if seq_len > c.context:
-            raise UserError(
-                f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {c.context} at most"
-            )
+        check_context(c.name, c.context, seq_len)
     return rows
 
 
@@ -395,7 +384,7 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
          the means over these rows
     """
     pieces = token_bytes(tokenizer)
-    lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
+    lengths = [*map(len, pieces)] + [0.0] * (n_vocab - len(pieces))
     bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a"))
     if len(ids) and pieces[bare[0]].startswith(b" ") and bare != spaced:
         begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])

@@ -30,7 +30,6 @@ import itertools
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import configure
@@ -47,7 +46,7 @@ from lib.files import flush, for_json, locked, read_json, text_hash, write_json,
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.stats import half_interval
-from lib.tokens import check_bos, check_tokenizer, encode_texts, leading_bos, token_bytes
+from lib.tokens import check_bos, check_tokenizer, leading_bos, loss_of, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
@@ -112,17 +111,15 @@ def write_rows(cfg, source, tokenizer, state):
     state  the progress that prepare.state holds (`open_state`); updated here
     """
     folder = Path(cfg.data_dir)
-    writers = state["writers"]
-    max_rows = math.inf
-    if cfg.train_rows is not None:
-        max_rows = cfg.train_rows + cfg.val_rows
-    n_left = (cfg.n_documents or sys.maxsize) - state["records"]  # documents to read at most
+    n_rows = state["rows"]
+    max_rows = (cfg.train_rows or math.inf) + cfg.val_rows
+    n_left = cfg.n_documents and cfg.n_documents - state["records"]  # to read at most; None: all
     table = token_table(tokenizer)
     backend = tokenizer.backend_tokenizer
     # the library's words for: "<|endoftext|>" in a text is encoded as its characters
     backend.encode_special_tokens = True
-    for split in writers:
-        shorten(folder, state, split)  # removes the rows that a kill left after the last commit
+    for split in n_rows:
+        shorten(folder, state, split)  # removes rows that the state did not count before a kill
     if "source" in state:
         source.load_state_dict(state["source"])
     with tqdm(total=max_rows, unit="row") as bar:
@@ -132,20 +129,19 @@ def write_rows(cfg, source, tokenizer, state):
                     f"warning: a document spells {tokenizer.eos_token!r}, which stays text; if "
                     "it separates documents, write a file with a record for each"
                 )
-            ids = encode(backend, documents, state, cfg.max_bad_records)
-            for split in writers:
-                add_ids(folder, state, split, table, ids[split])
-            n_rows = writers["train"]["rows"]  # of which the last `val_rows` are held out below
-            bar.update(n_rows - bar.n)
+            encode(backend, documents, state, cfg.max_bad_records)
+            for split in n_rows:
+                cut_rows(folder, state, split, table)
+            bar.update(n_rows["train"] - bar.n)
             state["source"] = position
-            if n_rows >= max_rows:
-                break  # without a commit: the next one counts max_rows at most
-            commit(folder, state)
-    for split in writers:  # the ids that remain are a last row
-        add_ids(folder, state, split, table, [], last=True)
-    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)  # `finish` cuts the others
+            if n_rows["train"] >= max_rows:
+                break  # the state is saved below, and then counts max_rows at most
+            write_json(folder / "prepare.state", state)
+    for split in n_rows:  # the ids that remain are a last row
+        cut_rows(folder, state, split, table, last=True)
+    n_rows["train"] = min(n_rows["train"], max_rows)  # `finish` cuts the others
     state["complete"] = True
-    commit(folder, state)
+    write_json(folder / "prepare.state", state)
 
 
 # --- Documents to ids
@@ -183,18 +179,20 @@ def read_batches(source, n_documents):
 
 
 def encode(backend, documents, state, max_bad_records):
-    """Return the ids of the documents, each with BOS and EOS, by split.
+    """Add the ids of the documents, each with BOS and EOS, to the streams of `state`.
 
-    Counts the records in `state`, and lists those that cannot be read, or whose ids lose some of
-    the text. Raises `UserError` if there are more of these than `max_bad_records`.
+    Counts the records there, and lists those that cannot be read, or whose ids lose some of the
+    text. Raises `UserError` if there are more of these than `max_bad_records`.
     """
     recipe = state["recipe"]
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
     eos = recipe["eos_id"]
     texts = [document["text"] for document in documents]
-    ids_of = {"train": [], "val": []}
-    for document, (ids, loss) in zip(documents, encode_texts(backend, texts), strict=True):
-        bad = document["bad"] or loss
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    ids_of = [encoding.ids for encoding in encodings]
+    decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
+    for document, ids, result in zip(documents, ids_of, decoded, strict=True):
+        bad = document["bad"] or loss_of(document["text"], result)
         if eos in ids:  # of a tokenizer whose EOS is an ordinary token
             bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
         if bad:
@@ -206,9 +204,8 @@ def encode(backend, documents, state, max_bad_records):
                 )
         else:
             split = "val" if held_out(document["text"], recipe["val_share"]) else "train"
-            ids_of[split] += [*bos, *ids, eos]
+            state["ids"][split] += [*bos, *ids, eos]
         state["records"] += 1
-    return ids_of
 
 
 def held_out(text, share):
@@ -348,21 +345,22 @@ def token_class(piece):
 # --- Rows to files
 
 
-def add_ids(folder, state, split, table, ids, last=False):
-    """Add ids to a stream, and write the rows that are complete; after its last ids, all rows."""
+def cut_rows(folder, state, split, table, last=False):
+    """Cut complete rows off a stream and write them to the disk; after its last ids, all rows."""
     row_len = state["recipe"]["row_len"]
-    writer = state["writers"][split]
-    ids = np.array(writer["rest"] + ids, np.uint32)
-    starts = np.array([0, *row_ends(ids, table, row_len, last)])
+    ids = np.array(state["ids"][split], np.uint32)
+    starts = [0, *row_ends(ids, table, row_len, last)]
     lengths = np.diff(starts)
     rows = np.full((len(lengths), row_len), PAD, np.uint32)
     # fills the rows in order, lengths[i] ids each
     rows[np.arange(row_len) < lengths[:, None]] = ids[: starts[-1]]
     file = folder / f"{split}.bin.tmp"
-    with writing(file), open(file, "ab") as stored:
-        stored.write(rows)
-    writer["rows"] += len(rows)
-    writer["rest"] = ids[starts[-1] :].tolist()
+    with writing(file):
+        with open(file, "ab") as stored:
+            stored.write(rows)
+        flush(file)  # before the state counts them
+    state["rows"][split] += len(rows)
+    state["ids"][split] = ids[starts[-1] :].tolist()
 
 
 def shorten(folder, state, split):
@@ -371,7 +369,7 @@ def shorten(folder, state, split):
     Raises `UserError` if the file is shorter than that.
     """
     file = folder / f"{split}.bin.tmp"
-    size = state["writers"][split]["rows"] * state["recipe"]["row_len"] * 4
+    size = state["rows"][split] * state["recipe"]["row_len"] * 4
     with writing(file), open(file, "ab") as stored:
         if stored.tell() < size:
             raise UserError(f"{file}: too short for prepare.state; move {folder} aside")
@@ -387,23 +385,25 @@ def open_state(folder, recipe):
     records   the number of records read
     skipped   a message for each record that could not be read
     source    the position in the source
-    writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
+    rows      by split, the number of rows written
+    ids       by split, the ids that are in no row yet
     complete  there if all rows are written, and only `finish` is left to do
 
     Raises `UserError` if the folder holds unfinished work of another recipe, or other rows.
     """
     file = folder / "prepare.state"
     if file.exists():
-        state = read_json(file, remedy=f"move {folder} aside and start again")
+        state = read_json(file, {"ids": dict}, f"move {folder} aside and start again")
         check_recipe(folder, state["recipe"], recipe)
         note(f"{folder}: resuming after {state['records']:,} documents")
         return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
-    foreign = [name for name in ("train.bin", "val.bin") if (folder / name).exists()]
-    if foreign:
-        raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
-    streams = ["train", "val"] if recipe["val_share"] else ["train"]
-    writers = {split: {"rows": 0, "rest": []} for split in streams}
-    return {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
+    for name in ("train.bin", "val.bin"):
+        if (folder / name).exists():
+            raise UserError(f"{folder}: contains {name}, not of prepare.py; move it aside")
+    splits = ["train", "val"] if recipe["val_share"] else ["train"]
+    rows = dict.fromkeys(splits, 0)
+    ids = {split: [] for split in splits}
+    return {"recipe": recipe, "records": 0, "skipped": [], "rows": rows, "ids": ids}
 
 
 def remove_work(folder):
@@ -432,23 +432,13 @@ def check_recipe(folder, old, new):
         )
 
 
-def commit(folder, state):
-    """Flush the rows, then write the state that counts them."""
-    for split in state["writers"]:
-        file = folder / f"{split}.bin.tmp"
-        with writing(file):
-            flush(file)
-    write_json(folder / "prepare.state", state)
-
-
 def finish(folder, state):
     """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
-    n_rows = {split: writer["rows"] for split, writer in state["writers"].items()}
+    n_rows = state["rows"]
     held = held_out_rows(recipe, n_rows["train"])
     if recipe["val_rows"]:
-        n_rows["train"] -= len(held)
-        n_rows["val"] = len(held)
+        n_rows = {"train": n_rows["train"] - len(held), "val": len(held)}
     for split, n in n_rows.items():
         if not n:
             remove_work(folder)  # else the same command would resume, and end here again
@@ -456,7 +446,7 @@ def finish(folder, state):
                 f"{folder}: {state['records']:,} records leave no row for {split}; "
                 "--val_share=0 --val_rows=N holds out N rows, and a smaller --seq_len makes more"
             )
-    for split in state["writers"]:
+    for split in state["rows"]:
         work = folder / f"{split}.bin.tmp"
         if work.exists():
             shorten(folder, state, split)
@@ -469,7 +459,7 @@ def finish(folder, state):
     if "val" in n_rows:
         facts, _, _ = measure(folder / "val.bin", recipe)
         facts |= measure_unigram(folder / "val.bin", recipe, counts)
-        if recipe["val_rows"] and recipe["train_rows"] is None:
+        if recipe["val_rows"] and not recipe["train_rows"]:
             # the number of documents that end in the training rows before each held-out row, which
             # tells whether two of these rows are of one document
             n_ended = np.cumsum(np.insert(n_eos, 0, 0))
@@ -485,9 +475,9 @@ def held_out_rows(recipe, n_rows) -> np.ndarray:
     over the text, so that they come from as many of its documents as they can.
     """
     n = min(recipe["val_rows"], n_rows)
-    if recipe["train_rows"] is not None:
+    if recipe["train_rows"]:
         return np.arange(n_rows - n, n_rows)
-    return np.arange(1, 2 * n, 2) * n_rows // max(2 * n, 1)
+    return np.arange(1, 2 * n, 2) * n_rows // (2 * n)  # none if n is 0
 
 
 def divide_rows(folder, recipe, held):

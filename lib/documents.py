@@ -72,14 +72,14 @@ def open_part(name, text, config, split, share=None):
     import datasets
     import huggingface_hub
 
-    is_there = os.path.exists(os.path.expanduser(name))
-    if is_there or "*" in name or name.endswith(SUFFIXES):
+    path = os.path.expanduser(name)  # leaves the name of an unknown user as it is
+    if os.path.exists(path) or "*" in name or name.endswith(SUFFIXES):
         if split != "train":
             raise UserError(
                 f"source={name}: split={split} is for a dataset on the hub; name the files to "
                 f"read, as in {name}/train*"
             )
-        files = list_files(name)
+        files = list_files(path)
         keys = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
         stream = datasets.IterableDataset.from_generator(
             read_files, datasets.Features(keys), gen_kwargs={"files": files, "column": text}
@@ -99,14 +99,8 @@ def open_part(name, text, config, split, share=None):
 
 def list_files(source: str) -> list[str]:
     """Return the files of a local file, folder or glob. Prints a note on those it leaves out."""
-    path = os.path.expanduser(source)  # leaves the name of an unknown user as it is
-    if os.path.isdir(path):
-        names = walk(path)
-    elif os.path.exists(path):
-        names = [path]
-    else:
-        names = glob.glob(path, recursive=True)
-    names = set(names)
+    exists = os.path.exists(source)
+    names = set(walk(source) if exists else glob.glob(source, recursive=True))
     files = sorted(name for name in names if name.lower().endswith(SUFFIXES))
     others = names.difference(files)
     if others:
@@ -116,15 +110,14 @@ def list_files(source: str) -> list[str]:
     return files
 
 
-def walk(folder) -> Iterator[str]:
-    """Yield the names of the files in a folder and below, without the hidden ones."""
-    for entry in list(os.scandir(folder)):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from walk(entry.path)
-        else:
-            yield entry.path
+def walk(path) -> Iterator[str]:
+    """Yield a file's name, or those of the files in a folder and below, but no hidden ones."""
+    if not os.path.isdir(path):
+        yield path
+        return
+    for name in os.listdir(path):
+        if not name.startswith("."):
+            yield from walk(os.path.join(path, name))
 
 
 def read_files(files: list[str], column: str) -> Iterator[dict]:

@@ -105,14 +105,12 @@ def open_task(
     data_dir: str | None,
     storycloze: str | None = None,
     any_items: bool = False,
-    limit: int | None = None,
 ) -> OpenTask:
     """Return lm-eval's own task with the items of its `heldout` or `validation` set.
 
     data_dir    folder with local items; None: the hub
     storycloze  the user's own copy of that task
     any_items   take also items that are not the published ones
-    limit       first items to take
     """
     import datasets
     import lm_eval.tasks
@@ -125,7 +123,7 @@ def open_task(
     datasets.disable_progress_bars()
     with reading(source, f"expected items of {name} that are alike in their types"):
         items = [{field: row[field] for field in TASKS[name].fields} for row in rows]
-        test_set = datasets.Dataset.from_list(items[:limit])
+        test_set = datasets.Dataset.from_list(items)
         config |= {
             "custom_dataset": lambda **_: {"test": test_set},
             "training_split": None,

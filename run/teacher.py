@@ -150,8 +150,7 @@ def model_flops(shape, seq_len, trained: bool) -> float:
         return flops_per_token(shape, seq_len, trained)
     from run.transformers_models import foreign_flops_per_token
 
-    forward = foreign_flops_per_token(shape)
-    return 3 * forward if trained else forward
+    return foreign_flops_per_token(shape) * (3 if trained else 1)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.log import say
 from run.provenance import content_hash, record_hash
-from run.startup import check_config, checked_tokenizer, open_data, open_teacher, uses_teacher
+from run.startup import check_config, checked_tokenizer, open_data, open_teacher
 from run.teacher import Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
@@ -138,9 +138,8 @@ def open_cached(
     parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
-    has_head = all(parallel.all_gather(head is not None))  # another program may be writing
     teacher = None
-    if not has_head:
+    if not all(parallel.all_gather(head is not None)):  # another program may be writing
         teacher = load()
         if not teacher:
             return None
@@ -157,18 +156,17 @@ def open_cached(
             return None
         n_bytes = n_missing * states[first].values.shape[1]
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
-        fill(teacher, states, dict(zip(states, missing, strict=True)), size)
+        fill(teacher, states, missing, size)
     say(f"teacher: all hidden states are in {folder}")
-    if teacher:
-        del teacher
-        gc.collect()  # compiled and sharded layers refer to themselves
+    del teacher
+    gc.collect()  # compiled and sharded layers refer to themselves
     return CachedTeacher(head.to(output_device), states)
 
 
-def fill(teacher: Teacher, states, missing: RowIndices, size: int):
-    """Compute and store the missing rows, divided among the processes."""
+def fill(teacher: Teacher, states, missing: list[np.ndarray], size: int):
+    """Compute and store the missing rows of each file, divided among the processes."""
     rank = parallel.rank()
-    for rows, index in missing.items():
+    for (rows, stored), index in zip(states.items(), missing, strict=True):
         starts = range(0, len(index), parallel.world() * size)
         for first in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
             batch = index[first + rank * size :][:size]
@@ -176,7 +174,7 @@ def fill(teacher: Teacher, states, missing: RowIndices, size: int):
             x, _, _ = rows.batch(batch if len(batch) else index[:1], teacher.head.device)
             h = teacher.hidden(x)
             values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
-            states[rows].write(batch, values[: len(batch)])
+            stored.write(batch, values[: len(batch)])
     parallel.all_gather(None)  # every row is there
 
 
@@ -211,8 +209,6 @@ def checksum_of(head: Tensor) -> int:
 
 def fill_cache(cfg):
     """Compute and store hidden states of a run's training rows, and of all held-out rows."""
-    if not uses_teacher(cfg):
-        return
     device = pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
     parallel.start(device, cfg.timeout_minutes)

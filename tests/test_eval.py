@@ -106,8 +106,8 @@ def write_items(folder, task, split, rows):
         writer.writerows([i, *row.values()] for i, row in enumerate(rows))
 
 
-def open_local(folder, name, split="heldout", limit=None):
-    return tasks.open_task(name, split, str(folder), f"{folder}/stories.csv", True, limit)
+def open_local(folder, name, split="heldout"):
+    return tasks.open_task(name, split, str(folder), f"{folder}/stories.csv", True)
 
 
 def items_of(task):
@@ -167,7 +167,7 @@ def assert_close(scores, expected):
 
 def score_ids(lm, requests):
     """Score ids of (context, continuation) pairs."""
-    return lm._loglikelihood_tokens([(("", "x"), *pair) for pair in requests], True)
+    return lm._loglikelihood_tokens([(("", "x"), *pair) for pair in requests])
 
 
 def score(command):
@@ -179,7 +179,7 @@ def bench(lm, names, flags):
     scores = {}
     samples = {}
     for name in names:
-        task = open_local(args.data_dir, name, args.split, args.limit)
+        task = open_local(args.data_dir, name, args.split)
         scores[name], samples[name] = ev.benchmark(lm, name, task, args)
     return scores, samples
 

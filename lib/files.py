@@ -1,6 +1,7 @@
 """Files that are complete or do not exist, and the JSON that runs leave behind."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,7 @@ import time
 import typing
 from pathlib import Path
 
-from lib.errors import UserError, first_line, note
+from lib.errors import UserError, first_line, note, remedy_of
 from lib.settings import checked
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
@@ -34,8 +35,8 @@ def writing(path):
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path}: cannot be written ({first_line(error)}); free some space or check the "
-            "permissions, then run the same command again"
+            f"{path}: cannot be written ({first_line(error)}); {remedy_of(error)}, then run the "
+            "same command again"
         ) from error
 
 
@@ -44,10 +45,21 @@ def text_hash(text) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def optional():
+    """Go on where a file system does not offer a call. A full or failing disk is an error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def flush(path):
     """Flush a file or folder to the disk, so that a crash never leaves a renamed file empty."""
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
+    with optional():
+        os.fsync(fd)
     os.close(fd)
 
 
@@ -93,7 +105,8 @@ def atomic_folder(path):
         new.mkdir(parents=True)
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
-            file.chmod(new.stat().st_mode & 0o666)  # safetensors hides its files from other users
+            with optional():  # safetensors hides its files from other users
+                file.chmod(new.stat().st_mode & 0o666)
             flush(file)
         flush(new)
         shutil.rmtree(old, ignore_errors=True)

@@ -4,6 +4,8 @@ A case is a command, what is broken before it in a copy of one small world, and 
 line on stderr. Nothing else may change.
 """
 
+import contextlib
+import errno
 import importlib
 import os
 import re
@@ -531,3 +533,18 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch,
     with pytest.raises(BrokenPipeError):
         unread.close()
     assert not capsys.readouterr().err and end_of("new") == end_of("run")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.ENOSPC])
+def test_a_file_system_may_lack_optional_calls_and_a_remedy_fits_its_error(
+    number, tmp_path, monkeypatch
+):
+    for name in ("fsync", "chmod"):
+        monkeypatch.setattr(os, name, mock.Mock(side_effect=OSError(number, "no")))
+    is_full = number == errno.ENOSPC
+    ending = world.refusal("no.; free some space, then") if is_full else contextlib.nullcontext()
+    with ending, files.atomic_folder(tmp_path / "new") as new:
+        (new / "file").touch()
+    assert (tmp_path / "new").exists() != is_full
+    with world.refusal("new'.; check that path and its permissions, then"):
+        files.atomic_write(tmp_path / "gone/file", "")

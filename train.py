@@ -249,7 +249,7 @@ def loop(run, rows, val, teacher, students):
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
-        run.count_update(n_valid, bool(exits.RECEIVED))
+        run.count_update(n_valid, exits.must_stop(live))
         validation_is_due = run.is_due(cfg.val_every_steps)
         live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 

@@ -97,12 +97,15 @@ def atomic_write(path, content: str | bytes):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """Yield a folder to fill, which then replaces `path`, so that none is ever there in part."""
+    """Yield a folder to fill, which then replaces `path`, so that none is ever there in part.
+
+    The folder that `path` is in must be there: a run does not make its own folder again.
+    """
     new = working_name(path)
     old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
     with writing(path):
-        new.mkdir(parents=True)
+        new.mkdir()
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
             with optional():  # safetensors hides its files from other users

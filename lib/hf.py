@@ -179,6 +179,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     shape   a dict of the fields of the decoder's config, which is changed
     """
     norm = weights["model.norm.weight"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as new:
         bias = shape.pop("attention_bias")
         kind = "qwen3" if shape.pop("qk_norm") else "llama"

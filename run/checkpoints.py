@@ -240,7 +240,7 @@ def begin_logs(live, run):
     """Remove what the logs have beyond the run's step, and record this start."""
     out = Path(run.cfg.out_dir)
     for s in live:
-        s.folder.mkdir(parents=True, exist_ok=True)
+        (s.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         files.truncate_lines(s.folder / "log.jsonl", run.step)
         # those of this step were recorded before its update, which comes again
         files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
@@ -306,7 +306,8 @@ def write_model(s, weights, run):
     folder = s.folder / "model"
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
-    s.scored.save_pretrained(folder, s.tokenizer, saved)
+    with files.atomic_folder(folder) as new:
+        s.scored.save_pretrained(new, s.tokenizer, saved)
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
     if "probe" in read_json(folder / "config.json"):

@@ -13,6 +13,7 @@ why}, which a killed process does not. It gives an error its code, and raises it
 
 import contextlib
 import json
+import os
 import platform
 import signal
 import time
@@ -76,6 +77,15 @@ def reported(cfg):
         TRAINING.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def must_stop(live) -> bool:
+    """Return whether a signal has arrived, or the folder of a run is gone: nothing can be saved."""
+    for s in live:
+        folder = s.folder / "checkpoints"
+        if parallel.rank() == 0 and not os.path.isdir(folder):
+            RECEIVED.append(f"{folder} is gone")
+    return bool(RECEIVED)
 
 
 def code_of(error: Exception) -> int:

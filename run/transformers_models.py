@@ -200,6 +200,7 @@ class Foreign(nn.Module):
         for config in (model.config.get_text_config(), model.generation_config):
             for key, token in special_ids(tokenizer).items():
                 setattr(config, key, token)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             save_tokenizer(new, tokenizer)

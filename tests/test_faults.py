@@ -548,3 +548,17 @@ def test_a_file_system_may_lack_optional_calls_and_a_remedy_fits_its_error(
     assert (tmp_path / "new").exists() != is_full
     with world.refusal("new'.; check that path and its permissions, then"):
         files.atomic_write(tmp_path / "gone/file", "")
+
+
+@pytest.mark.parametrize("gone", ["new", "new/alra", "new/alra/checkpoints"])
+def test_a_run_makes_no_folder_of_its_own_twice(gone, folder, monkeypatch, capsys):
+    update = train.update
+
+    def moved(*args):
+        if args[3] == 2:
+            shutil.move(gone, "gone")
+        return update(*args)
+
+    monkeypatch.setattr(train, "update", moved)
+    assert run(NEW) == 75 and not Path(gone).exists()
+    assert capsys.readouterr().err.count("\n") == 1

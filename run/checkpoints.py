@@ -127,7 +127,12 @@ def read_folder(students, run):
         elif cfg.resume_from:
             sources[s.name] = begin_branch(s.name, run)
     if sources:
-        say_edits(*next(iter(sources.values())), run)
+        checkpoint, state = next(iter(sources.values()))
+        say_edits(checkpoint, state, run)
+        for name, size in state.get("logs", {}).items():
+            log = Path(cfg.out_dir, name)
+            if not log.is_file() or log.stat().st_size < size:
+                say(f"{log}: has lost entries of the steps before {state['step']}")
     return stops, sources, is_new
 
 
@@ -220,7 +225,7 @@ def branch_point(name):
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
     _, state = read_checkpoint(checkpoint)
-    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
+    return checkpoint, state | {"sums": {}, "since_log_tokens": 0, "logs": {}}
 
 
 def begin_branch(name, run):
@@ -324,6 +329,9 @@ def save_checkpoints(live, run):
     began = time.perf_counter()
     say_if_unsaved(run)
     copies = []
+    out = Path(run.cfg.out_dir)
+    logs = (*out.glob("*.jsonl"), *out.glob("*/*.jsonl"))
+    sizes = {f"{file.relative_to(out)}": file.stat().st_size for file in logs}
     for s in live:
         tensors = {  # all that training has changed
             "model": s.scored.state_dict(),
@@ -333,6 +341,7 @@ def save_checkpoints(live, run):
         if s.scored is not s.model:
             tensors["trained"] = s.model.state_dict()
         state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
+        state["logs"] = sizes
         copies.append((s, parallel.whole_on_cpu(tensors), state))
     if parallel.rank() == 0:
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)

@@ -562,3 +562,12 @@ def test_a_run_makes_no_folder_of_its_own_twice(gone, folder, monkeypatch, capsy
     monkeypatch.setattr(train, "update", moved)
     assert run(NEW) == 75 and not Path(gone).exists()
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_resume_says_which_logs_have_lost_entries(folder, capsys):
+    shell("cd half; rm alra/log.jsonl starts.jsonl; sed -i 1d pretrain/log.jsonl")
+    assert run(HALF) == 0
+    lost = re.findall("half/(.*): has lost entries of the steps before 3", capsys.readouterr().out)
+    assert {*lost} == {"alra/log.jsonl", "pretrain/log.jsonl", "starts.jsonl"}
+    assert run(BRANCH) == 0
+    assert "has lost entries" not in capsys.readouterr().out

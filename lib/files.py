@@ -34,9 +34,9 @@ def writing(path):
             new.unlink()
         if isinstance(error, UserError):
             raise
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(
-            f"{path}: cannot be written ({first_line(error)}); {remedy_of(error)}, then run the "
-            "same command again"
+            f"{path}: cannot be written ({first_line(cause)}); {remedy_of(cause)}"
         ) from error
 
 

@@ -25,6 +25,7 @@ import functools
 import math
 import platform
 import shlex
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -274,6 +275,8 @@ def record_start(out, run):
 
 def say_summary(students, run):
     """Print machine, teacher, students and their size, and how far the run is."""
+    if parallel.rank() != 0:
+        return
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
@@ -294,6 +297,10 @@ def say_summary(students, run):
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
         f"checkpoints and models take some {gib(n_bytes)} of disk"
     )
+    n_there = sum(file.stat().st_size for file in Path(cfg.out_dir).rglob("*"))
+    free = shutil.disk_usage(cfg.out_dir).free
+    if free + n_there < n_bytes:
+        say(f"warning: only {gib(free)} more are free there")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -347,7 +354,7 @@ def save_checkpoints(live, run):
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
     now = time.perf_counter()
     run.save_sec += now - began
-    run.saved_at = now
+    run.save_at = now + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
 
 
 def say_if_unsaved(run):
@@ -355,7 +362,8 @@ def say_if_unsaved(run):
     try:
         finish_saving(run)
     except UserError as error:
-        say(f"step {run.step}: the checkpoint before this one is missing: {error}")
+        say(f"step {run.step}: the last checkpoint is missing: {error}; another try is in a minute")
+        run.save_at = time.perf_counter() + 60
 
 
 def finish_saving(run):
@@ -374,7 +382,8 @@ def write_checkpoints(copies, step, cfg):
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
-            torch.save(tensors, new / TRAINING)
+            with (new / TRAINING).open("wb") as file:  # torch's own has no error of the system
+                torch.save(tensors, file)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:

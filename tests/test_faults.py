@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +28,7 @@ import train
 from lib import files
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
+from run import checkpoints
 from run.provenance import file_hash
 from tests import world
 
@@ -542,11 +544,11 @@ def test_a_file_system_may_lack_optional_calls_and_a_remedy_fits_its_error(
     for name in ("fsync", "chmod"):
         monkeypatch.setattr(os, name, mock.Mock(side_effect=OSError(number, "no")))
     is_full = number == errno.ENOSPC
-    ending = world.refusal("no.; free some space, then") if is_full else contextlib.nullcontext()
+    ending = world.refusal("no.; free some space$") if is_full else contextlib.nullcontext()
     with ending, files.atomic_folder(tmp_path / "new") as new:
         (new / "file").touch()
     assert (tmp_path / "new").exists() != is_full
-    with world.refusal("new'.; check that path and its permissions, then"):
+    with world.refusal("new'.; check that path and its permissions$"):
         files.atomic_write(tmp_path / "gone/file", "")
 
 
@@ -571,3 +573,31 @@ def test_a_resume_says_which_logs_have_lost_entries(folder, capsys):
     assert {*lost} == {"alra/log.jsonl", "pretrain/log.jsonl", "starts.jsonl"}
     assert run(BRANCH) == 0
     assert "has lost entries" not in capsys.readouterr().out
+
+
+def test_a_failed_checkpoint_is_told_at_once_with_its_cause_and_tried_again(
+    folder, monkeypatch, capsys
+):
+    """Also where torch's own error names none. An update lasts 70 seconds."""
+    save, update, clock = torch.save, train.update, time.perf_counter
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+
+    def save_on_full_disk(tensors, file):
+        monkeypatch.setattr(torch, "save", save)
+        save(tensors, mock.Mock(write=full))
+
+    def slow(students, teacher, stream, step, cfg):
+        checkpoints.wait_for_writer()
+        if step == 3:
+            monkeypatch.setattr(torch, "save", save_on_full_disk)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock() + 70 * step)
+        return update(students, teacher, stream, step, cfg)
+
+    monkeypatch.setattr(train, "update", slow)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=99))
+    flags = "--max_steps=8 --schedule_steps=8 --checkpoint_every_steps=4 --keep_checkpoints=9"
+    assert run(f"{NEW} --repeat_rows=True {flags}") == 0
+    output = capsys.readouterr().out
+    assert "only 0.0 MiB more are free there" in output
+    assert re.search("step 5: .*cannot be written .*full.; free some space; another try", output)
+    assert world.saved(Path("new/alra"))[1:3] == ["step_00000006", "step_00000008"]

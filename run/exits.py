@@ -96,7 +96,7 @@ def code_of(error: Exception) -> int:
     # a card has failed; 710 is an assertion of a kernel, which would fail again
     is_lost |= isinstance(error, torch.AcceleratorError) and error.error_code != 710
     # a scheduler may signal compilers and loggers too, whose failure then ends the run
-    return TRY_AGAIN if is_lost or RECEIVED else 1
+    return TRY_AGAIN if is_lost or RECEIVED else getattr(error, "exit_code", 1)
 
 
 def step_reached() -> int | None:

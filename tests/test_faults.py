@@ -7,6 +7,7 @@ line on stderr. Nothing else may change.
 import contextlib
 import errno
 import importlib
+import json
 import os
 import re
 import resource
@@ -23,9 +24,11 @@ import pytest
 import torch
 
 import configure
+import eval as ev
 import prepare
 import train
 from lib import files
+from lib.errors import UserError
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
 from run import checkpoints
@@ -601,3 +604,20 @@ def test_a_failed_checkpoint_is_told_at_once_with_its_cause_and_tried_again(
     assert "only 0.0 MiB more are free there" in output
     assert re.search("step 5: .*cannot be written .*full.; free some space; another try", output)
     assert world.saved(Path("new/alra"))[1:3] == ["step_00000006", "step_00000008"]
+
+
+def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
+    folder, monkeypatch, capsys
+):
+    (folder / "new/results.jsonl").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ev, "score_rows", None)
+        assert run(f"{EVAL} --out new") == 1
+    shell("rm -r new")
+    full = mock.Mock(side_effect=UserError("new/results.jsonl: full"))
+    monkeypatch.setattr(ev, "append_line", full)
+    assert run(EVAL.replace("alra", "alra teacher --out new")) == 1
+    output = capsys.readouterr()
+    names = [json.loads(x)["name"] for x in output.out.splitlines() if x.startswith("{")]
+    assert names == ["run/alra", "teacher"] and "\nProtocol" in output.out
+    assert output.err.endswith("UserError: new/results.jsonl: full\n")

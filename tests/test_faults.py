@@ -621,3 +621,32 @@ def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
     names = [json.loads(x)["name"] for x in output.out.splitlines() if x.startswith("{")]
     assert names == ["run/alra", "teacher"] and "\nProtocol" in output.out
     assert output.err.endswith("UserError: new/results.jsonl: full\n")
+
+
+ADDS_BOS = f'{OTHER}/tokenizer_config.json add_bos_token=true bos_token="<|endoftext|>"'
+TOKEN = '{"7":{"content":"<|endoftext|>"}}'
+OTHER_ID = f"{OTHER}/tokenizer_config.json added_tokens_decoder={TOKEN}"
+ADAPTER = "cp -r teacher other; cd other; mv config.json adapter_config.json"
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (ADDS_BOS, "add_bos_token is True in tokenizer_config.json, but"),
+        (OTHER_ID, "give '<|endoftext|>' the id 7, but it is loaded with"),
+        (ADAPTER, "merge the adapter with its model, and save that"),
+    ],
+)
+def test_what_one_script_refuses_every_one_does(cause, message, folder, capsys):
+    apply(cause)
+    commands = [EVAL.replace("run/alra", "other"), SAMPLE.replace("run/alra", "other")]
+    if cause != ADDS_BOS:  # rows have their own BOS
+        commands.append(f"{NEW} --teacher=other")
+    for command in commands:
+        assert run(command) == 1 and message in capsys.readouterr().err
+
+
+def test_a_special_token_in_a_prompt_is_told(folder, capsys):
+    assert run(f"{SAMPLE} --prompt 'x<|endoftext|>'") == 0
+    assert "'<|endoftext|>' is one token here, plain text in training" in capsys.readouterr().err
+    assert run(SAMPLE) == 0 and "one token here" not in capsys.readouterr().err

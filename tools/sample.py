@@ -70,17 +70,16 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
 
 def encode(c: Checkpoint, prompt: str) -> list[int]:
     """Return the ids of a prompt, after the token that starts a document."""
-    ids = c.tokenizer.encode(prompt, add_special_tokens=False)
+    ids = c.encode(prompt)
     longer = c.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
-    if prompt != prompt.rstrip() and longer[: len(ids)] != ids:
+    if prompt != prompt.rstrip() and longer[: len(ids) - 1] != ids[1:]:
         note(
             f"{c.name}: --prompt ends in a blank, which this tokenizer joins to the next word; "
             "leave it out, or the text goes on with a piece of a word"
         )
-    if len(ids) >= c.context:
-        n = len(ids) + 1
-        raise UserError(f"--prompt: {n} tokens with the first, {c.name} takes {c.context}")
-    return [c.first_token, *ids]
+    if len(ids) > c.context:
+        raise UserError(f"--prompt: {len(ids)} tokens with the first, {c.name} takes {c.context}")
+    return ids
 
 
 def main(argv):

@@ -7,6 +7,7 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
+import contextlib
 import faulthandler
 import inspect
 import os
@@ -477,7 +478,9 @@ def guard(main) -> int:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            note(f"stopped: {error}")
+            with contextlib.suppress(OSError):
+                note(f"stopped: {error}")
+            return TRY_AGAIN
         elif not isinstance(error, UserError):
             traceback.print_exc()
         elif is_first or not error.is_shared:

@@ -90,9 +90,9 @@ def must_stop(live) -> bool:
 
 def code_of(error: Exception) -> int:
     """Return the exit code of a run that an error ends."""
-    # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
+    # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo; a lost reader
     is_gloo = type(error) is RuntimeError and "gloo" in str(error)
-    is_lost = is_gloo or isinstance(error, torch.distributed.DistError)
+    is_lost = is_gloo or isinstance(error, torch.distributed.DistError | BrokenPipeError)
     # a card has failed; 710 is an assertion of a kernel, which would fail again
     is_lost |= isinstance(error, torch.AcceleratorError) and error.error_code != 710
     # a scheduler may signal compilers and loggers too, whose failure then ends the run

@@ -14,6 +14,7 @@ import configure
 import train
 from configure import Config, UserError, load
 from losses import METHODS, default_settings
+from run import exits
 from tests.world import ROOT, read_table, refusal
 
 
@@ -225,3 +226,10 @@ def test_a_config_file_may_have_helpers_and_numbers_of_numpy(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             load([str(file)])
+
+
+def test_where_neither_output_nor_errors_are_read_the_same_command_resumes(monkeypatch):
+    unread = mock.Mock(side_effect=BrokenPipeError)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, mock.Mock(write=unread))
+    assert configure.guard(unread) == exits.code_of(BrokenPipeError()) == 75

@@ -7,6 +7,7 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
+import contextlib
 import faulthandler
 import inspect
 import os
@@ -386,7 +387,7 @@ def read_argument(arg: str) -> dict:
 
 
 def run_file(path: str) -> dict:
-    """Return the public names that a config file assigns."""
+    """Return the public names that a config file assigns, but for modules, functions, classes."""
     if not path.endswith(".py") or not Path(path).is_file():
         hint = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
         raise UserError(f"{path}: no such config file (*.py){hint}")
@@ -394,11 +395,12 @@ def run_file(path: str) -> dict:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: does not run: {type(error).__name__}: {error}") from error
-    return {
-        name: value
-        for name, value in names.items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
+    values = {}
+    for name, value in names.items():
+        is_helper = isinstance(value, types.ModuleType) or callable(value)
+        if not name.startswith("_") and (name in KINDS or not is_helper):
+            values[name] = value
+    return values
 
 
 def check_key(arg: str, name):
@@ -408,7 +410,8 @@ def check_key(arg: str, name):
     word = name.lower().replace("-", "_")
     of_method = "; a method's setting is --METHOD.SETTING=VALUE;"
     hint = did_you_mean(word, KINDS, SYNONYMS) or of_method
-    raise UserError(f"{arg}: no such key {name!r}{hint} --help lists all")
+    helper = "" if arg.startswith("--") else " a helper's name begins with _;"
+    raise UserError(f"{arg}: no such key {name!r}{hint}{helper} --help lists all")
 
 
 # What people type for a key, from other codebases.
@@ -475,7 +478,9 @@ def guard(main) -> int:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            note(f"stopped: {error}")
+            with contextlib.suppress(OSError):
+                note(f"stopped: {error}")
+            return TRY_AGAIN
         elif not isinstance(error, UserError):
             traceback.print_exc()
         elif is_first or not error.is_shared:

@@ -104,8 +104,12 @@ def score(args):
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
-        with writing(c.results):  # before anything is computed
+        file = c.results / "results.jsonl"
+        with writing(file):  # before anything is computed
             c.results.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+            if not file.stat().st_size:
+                file.unlink()
         if names and args.max_length > c.context:
             raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
     if not names and not data_dir:
@@ -124,6 +128,9 @@ def score(args):
         print(tables_of(results, args.reference, args.metric))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
+    for result in results:
+        if "error" in result:
+            raise result["error"]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -152,7 +159,10 @@ def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list
         results.append(write(args.split, {name: scores}, protocol, {}, c, device))
         if args.log_samples:
             file = f"samples_{args.split}_{name}_{c.weights_sha256[:8]}.jsonl"
-            write_lines(c.results / file, samples)
+            try:
+                write_lines(c.results / file, samples)
+            except UserError as error:
+                results[-1]["error"] = error
     return results
 
 
@@ -436,7 +446,7 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
 
 
 def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, device) -> dict:
-    """Append a result to results.jsonl, and return it.
+    """Append a result to results.jsonl, or print it if that is not possible, and return it.
 
     kind      "figures", or the split of the tasks
     protocol  what the user chose; the newest result by a protocol counts
@@ -453,8 +463,14 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
         "code": hashes(loaded_sources()),
         "run": c.run,
     }
-    append_line(c.results / "results.jsonl", result | machine_facts(device))
-    return result | {"folder": c.results}
+    line = result | machine_facts(device)
+    result["folder"] = c.results
+    try:
+        append_line(c.results / "results.jsonl", line)
+    except UserError as error:
+        print(json.dumps(line))
+        result["error"] = error
+    return result
 
 
 def main(argv):

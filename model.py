@@ -46,6 +46,7 @@ from lib.device import gib
 from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
 from lib.hf import (
+    MERGE,
     check_weights,
     find_folder,
     read_weights,
@@ -619,7 +620,9 @@ def config_file(name) -> Path:
         path = find_folder(name) / "config.json"
     if not path.is_file():
         expected = "expected a model's folder, such as out/NAME/METHOD, or its config.json"
-        raise UserError(f"{name}: no config.json; {expected}")
+        if path.with_name("adapter_config.json").is_file():
+            expected = MERGE
+        raise UserError(f"{name}: no model/ in it, and no config.json; {expected}")
     return path
 
 

@@ -43,10 +43,10 @@ from tqdm import tqdm
 from lib.documents import open_source
 from lib.errors import UserError, note
 from lib.files import flush, for_json, locked, read_json, text_hash, write_json, writing
-from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.stats import half_interval
-from lib.tokens import check_bos, check_tokenizer, leading_bos, loss_of, token_bytes
+from lib.tokens import leading_bos, loss_of, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
@@ -154,12 +154,7 @@ def open_tokenizer(cfg):
     """
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
-    folder = find_folder(name)
-    check_tokenizer(tokenizer, folder)
-    bos = None
-    if cfg.bos == "auto":
-        bos = leading_bos(tokenizer)
-        check_bos(bos, folder)
+    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     return tokenizer, pinned(name), bos
 
 

@@ -43,6 +43,7 @@ from run.checkpoints import (
     resume,
     save_checkpoints,
     save_model,
+    say_if_unsaved,
     stop_diverged,
     wait_for_writer,
 )
@@ -248,10 +249,12 @@ def loop(run, rows, val, teacher, students):
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
-        run.count_update(n_valid, bool(exits.RECEIVED))
+        run.count_update(n_valid, exits.must_stop(live))
         validation_is_due = run.is_due(cfg.val_every_steps)
         live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 
+        if run.unsaved:
+            say_if_unsaved(run)
         if live and run.is_due(cfg.log_every_steps):
             log_terms(live, teacher, learning_rate(run.step - 1, cfg), run)
         if live and validation_is_due:

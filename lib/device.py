@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import torch
 
-from lib.errors import UserError
+from lib import parallel
+from lib.errors import UserError, note
 from lib.files import text_hash
+from lib.source import ROOT
 
 # FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets, by the name
 # that torch gives to the card. Other names, such as those of MIG's slices, have no known peak.
@@ -94,19 +97,12 @@ def device_name(device) -> str:
 
 
 def machine_facts(device) -> dict:
-    """Return commit, versions and machine, which belong to every result.
-
-    A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH.
-    """
-    commit = run_git("rev-parse", "HEAD").strip()
-    edits = uncommitted_edits()
-    if edits:
-        commit += f"+{text_hash(edits)[:12]}"
+    """Return commit, versions and machine, which belong to every result."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "numpy"):
         versions[name] = version(name)
     return {
-        "git_commit": commit or None,
+        "git_commit": git_commit(),
         "versions": versions,
         "machine": device_name(device),
         # instructions and threads change how sums are rounded
@@ -115,17 +111,32 @@ def machine_facts(device) -> dict:
     }
 
 
-def uncommitted_edits() -> str:
-    """Return `git diff HEAD` without the results of studies. Untracked files are not in it."""
-    return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
+note_once = functools.cache(note)
+
+
+def git_commit() -> str | None:
+    """Return the commit of the project's own repository, or None without one.
+
+    Uncommitted edits, but for results of studies and untracked files, are marked: COMMIT+HASH.
+    """
+    commit = run_git("rev-parse", "HEAD").strip()
+    edits = run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
+    if edits:
+        commit += f"+{text_hash(edits)[:12]}"
+    if not commit and parallel.rank() == 0:
+        note_once("no commit is recorded: git finds no repository of this project alone")
+    return commit or None
 
 
 def run_git(*arguments: str) -> str:
     """Return the output of a git command here; nothing without git or a checkout."""
     if not shutil.which("git"):
         return ""
-    command = ["git", "-C", Path(__file__).parent, *arguments]
-    return subprocess.run(command, capture_output=True, errors="replace").stdout
+    # not a repository around this folder, or one that the environment names
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("GIT_")}
+    environment |= {"GIT_DIR": f"{ROOT}/.git", "GIT_WORK_TREE": f"{ROOT}"}
+    command = ["git", "-C", ROOT, *arguments]
+    return subprocess.run(command, capture_output=True, errors="replace", env=environment).stdout
 
 
 def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:

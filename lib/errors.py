@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 import sys
 
 
@@ -12,6 +13,10 @@ class UserError(ValueError):
     """
 
     is_shared = False  # whether all processes of a run raise it (lib/parallel.py)
+
+    def __init__(self, message, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def note(text):
@@ -27,9 +32,14 @@ def naming_files():
     except OSError as error:
         if error.filename is None:
             raise
-        raise UserError(
-            f"{error.filename}: {error.strerror}; check that path and its permissions"
-        ) from error
+        raise UserError(f"{error.filename}: {error.strerror}; {remedy_of(error)}") from error
+
+
+def remedy_of(error) -> str:
+    """Return what to do about an error of the file system."""
+    # ENOSPC and EDQUOT, as Python and safetensors write them
+    is_full = re.search(r"(Errno|os error) (28|122)\b", str(error))
+    return "free some space" if is_full else "check that path and its permissions"
 
 
 def first_line(error: BaseException) -> str:

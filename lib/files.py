@@ -1,6 +1,7 @@
 """Files that are complete or do not exist, and the JSON that runs leave behind."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -11,7 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
-from lib.errors import UserError, first_line, note
+from lib.errors import UserError, first_line, note, remedy_of
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
@@ -31,9 +32,9 @@ def writing(path):
             new.unlink()
         if isinstance(error, UserError):
             raise
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(
-            f"{path}: cannot be written ({first_line(error)}); free some space or check the "
-            "permissions, then run the same command again"
+            f"{path}: cannot be written ({first_line(cause)}); {remedy_of(cause)}"
         ) from error
 
 
@@ -42,10 +43,21 @@ def text_hash(text) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def optional():
+    """Go on where a file system does not offer a call. A full or failing disk is an error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def flush(path):
     """Flush a file or folder to the disk, so that a crash never leaves a renamed file empty."""
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
+    with optional():
+        os.fsync(fd)
     os.close(fd)
 
 
@@ -83,15 +95,19 @@ def atomic_write(path, content: str | bytes):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """Yield a folder to fill, which then replaces `path`, so that none is ever there in part."""
+    """Yield a folder to fill, which then replaces `path`, so that none is ever there in part.
+
+    The folder that `path` is in must be there: a run does not make its own folder again.
+    """
     new = working_name(path)
     old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
     with writing(path):
-        new.mkdir(parents=True)
+        new.mkdir()
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
-            file.chmod(new.stat().st_mode & 0o666)  # safetensors hides its files from other users
+            with optional():  # safetensors hides its files from other users
+                file.chmod(new.stat().st_mode & 0o666)
             flush(file)
         flush(new)
         shutil.rmtree(old, ignore_errors=True)

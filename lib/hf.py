@@ -21,7 +21,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 from lib import parallel
 from lib.errors import UserError, first_line
 from lib.files import atomic_folder, read_json, reading, text_hash, write_json
+from lib.tokens import check_tokenizer
 
+MERGE = "merge the adapter with its model, and save that"
 HUB_FILES = (
     "config.json",
     "*.safetensors",
@@ -106,6 +108,7 @@ def load_tokenizer(name) -> PreTrainedTokenizerFast:
             f"{name}: the tokenizer has no eos_token, which must end every document; "
             "in a local copy, add it to tokenizer_config.json"
         )
+    check_tokenizer(tokenizer, file.parent)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -179,6 +182,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     shape   a dict of the fields of the decoder's config, which is changed
     """
     norm = weights["model.norm.weight"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as new:
         bias = shape.pop("attention_bias")
         kind = "qwen3" if shape.pop("qk_norm") else "llama"
@@ -300,7 +304,7 @@ def weight_files(folder) -> list[Path]:
             return [folder / Path(shard).name for shard in sorted(shards)]
     remedy = "expected it, or model.safetensors.index.json with the shards that it names"
     if (folder / "adapter_config.json").exists():
-        remedy = "merge the adapter with its model, and save that"
+        remedy = MERGE
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         remedy = "convert the pickle, which can run code, to safetensors"
     raise UserError(f"{folder}: no model.safetensors; {remedy}")

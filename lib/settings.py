@@ -20,8 +20,10 @@ PositiveFraction = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <=
 def checked(name, value: object, kind) -> object:
     """Return `value` as its kind. Raises `UserError` if it is not of that kind.
 
-    An int becomes a float and a list of names a tuple; nothing else converts.
+    An int becomes a float, a list of names a tuple, and numpy's numbers Python's; nothing else
+    converts.
     """
+    value = plain(value)
     if type(None) in typing.get_args(kind):  # KIND | None
         if value is None:
             return None
@@ -47,6 +49,15 @@ def checked(name, value: object, kind) -> object:
     if not fits or (in_range and not in_range(value)):
         raise UserError(f"{name}={value!r}: expected {words}")
     return value
+
+
+def plain(value: object) -> object:
+    """Return a value with Python's numbers in place of numpy's."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {key: plain(x) for key, x in value.items()}
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def check_fields(config: object):

@@ -4,6 +4,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
+from pathlib import Path
 
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -49,8 +50,21 @@ def leading_bos(tokenizer) -> int | None:
     """Return the id that the tokenizer itself puts before a text (its BOS), or None.
 
     Ignores what it puts after a text. Raises `UserError` for a tokenizer that puts several ids
-    before a text, or the id of no special token.
+    before a text, or the id of no special token, and if its tokenizer_config.json does not agree:
+    which of the two files transformers follows depends on its version and the tokenizer's class.
     """
+    bos = first_special(tokenizer)
+    folder = Path(tokenizer.name_or_path)
+    adds = config_of(folder).get("add_bos_token")
+    if adds not in (None, bos is not None):
+        raise UserError(
+            f"{folder}: add_bos_token is {adds} in tokenizer_config.json, but tokenizer.json adds "
+            f"{'no' if bos is None else 'a'} BOS; correct either, or set bos=none"
+        )
+    return bos
+
+
+def first_special(tokenizer) -> int | None:
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a").ids
@@ -87,19 +101,6 @@ def check_tokenizer(tokenizer, folder):
                 f"{folder}: its files give {token!r} the id {i}, but it is loaded with {got}; "
                 "correct the ids of the added tokens"
             )
-
-
-def check_bos(bos: int | None, folder):
-    """Raise `UserError` unless tokenizer_config.json agrees that texts begin with a BOS, or not.
-
-    Which of the two files transformers follows depends on its version and the tokenizer's class.
-    """
-    adds = config_of(folder).get("add_bos_token")
-    if adds not in (None, bos is not None):
-        raise UserError(
-            f"{folder}: add_bos_token is {adds} in tokenizer_config.json, but tokenizer.json adds "
-            f"{'no' if bos is None else 'a'} BOS; correct either, or set bos=none"
-        )
 
 
 def config_of(folder) -> dict:

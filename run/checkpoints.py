@@ -25,6 +25,7 @@ import functools
 import math
 import platform
 import shlex
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,6 +128,10 @@ def read_folder(students, run):
             sources[s.name] = begin_branch(s.name, run)
     for _, state in [*sources.values()][:1]:
         say_edits(state, run)
+        for name, size in state.get("logs", {}).items():
+            log = Path(cfg.out_dir, name)
+            if not log.is_file() or log.stat().st_size < size:
+                say(f"{log}: has lost entries of the steps before {state['step']}")
     return stops, sources, is_new
 
 
@@ -218,7 +223,7 @@ def branch_point(name):
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
     _, state = read_checkpoint(checkpoint)
-    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
+    return checkpoint, state | {"sums": {}, "since_log_tokens": 0, "logs": {}}
 
 
 def begin_branch(name, run):
@@ -238,7 +243,7 @@ def begin_logs(live, run):
     """Remove what the logs have beyond the run's step, and record this start."""
     out = Path(run.cfg.out_dir)
     for s in live:
-        s.folder.mkdir(parents=True, exist_ok=True)
+        (s.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         files.truncate_lines(s.folder / "log.jsonl", run.step)
         # those of this step were recorded before its update, which comes again
         files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
@@ -267,6 +272,8 @@ def record_start(out, run):
 
 def say_summary(students, run):
     """Print machine, teacher, students and their size, and how far the run is."""
+    if parallel.rank() != 0:
+        return
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
@@ -287,6 +294,10 @@ def say_summary(students, run):
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
         f"checkpoints and models take some {gib(n_bytes)} of disk"
     )
+    n_there = sum(file.stat().st_size for file in Path(cfg.out_dir).rglob("*"))
+    free = shutil.disk_usage(cfg.out_dir).free
+    if free + n_there < n_bytes:
+        say(f"warning: only {gib(free)} more are free there")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -304,7 +315,8 @@ def write_model(s, weights, run):
     folder = s.folder / "model"
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
-    s.scored.save_pretrained(folder, s.tokenizer, saved)
+    with files.atomic_folder(folder) as new:
+        s.scored.save_pretrained(new, s.tokenizer, saved)
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
     if "probe" in read_json(folder / "config.json"):
@@ -321,6 +333,9 @@ def save_checkpoints(live, run):
     began = time.perf_counter()
     say_if_unsaved(run)
     copies = []
+    out = Path(run.cfg.out_dir)
+    logs = (*out.glob("*.jsonl"), *out.glob("*/*.jsonl"))
+    sizes = {f"{file.relative_to(out)}": file.stat().st_size for file in logs}
     for s in live:
         tensors = {  # all that training has changed
             "model": s.scored.state_dict(),
@@ -330,12 +345,13 @@ def save_checkpoints(live, run):
         if s.scored is not s.model:
             tensors["trained"] = s.model.state_dict()
         state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
+        state["logs"] = sizes
         copies.append((s, parallel.whole_on_cpu(tensors), state))
     if parallel.rank() == 0:
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
     now = time.perf_counter()
     run.save_sec += now - began
-    run.saved_at = now
+    run.save_at = now + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
 
 
 def say_if_unsaved(run):
@@ -343,7 +359,8 @@ def say_if_unsaved(run):
     try:
         finish_saving(run)
     except UserError as error:
-        say(f"step {run.step}: the checkpoint before this one is missing: {error}")
+        say(f"step {run.step}: the last checkpoint is missing: {error}; another try is in a minute")
+        run.save_at = time.perf_counter() + 60
 
 
 def finish_saving(run):
@@ -362,7 +379,8 @@ def write_checkpoints(copies, step, cfg):
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
-            torch.save(tensors, new / TRAINING)
+            with (new / TRAINING).open("wb") as file:  # torch's own has no error of the system
+                torch.save(tensors, file)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:

@@ -13,6 +13,7 @@ why}, which a killed process does not. It gives an error its code, and raises it
 
 import contextlib
 import json
+import os
 import platform
 import signal
 import time
@@ -78,15 +79,24 @@ def reported(cfg):
             signal.signal(number, handler)
 
 
+def must_stop(live) -> bool:
+    """Return whether a signal has arrived, or the folder of a run is gone: nothing can be saved."""
+    for s in live:
+        folder = s.folder / "checkpoints"
+        if parallel.rank() == 0 and not os.path.isdir(folder):
+            RECEIVED.append(f"{folder} is gone")
+    return bool(RECEIVED)
+
+
 def code_of(error: Exception) -> int:
     """Return the exit code of a run that an error ends."""
-    # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
+    # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo; a lost reader
     is_gloo = type(error) is RuntimeError and "gloo" in str(error)
-    is_lost = is_gloo or isinstance(error, torch.distributed.DistError)
+    is_lost = is_gloo or isinstance(error, torch.distributed.DistError | BrokenPipeError)
     # a card has failed; 710 is an assertion of a kernel, which would fail again
     is_lost |= isinstance(error, torch.AcceleratorError) and error.error_code != 710
     # a scheduler may signal compilers and loggers too, whose failure then ends the run
-    return TRY_AGAIN if is_lost or RECEIVED else 1
+    return TRY_AGAIN if is_lost or RECEIVED else getattr(error, "exit_code", 1)
 
 
 def step_reached() -> int | None:

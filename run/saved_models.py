@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
+from model import config_file
 from run.provenance import as_in_file
 from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
@@ -29,20 +30,24 @@ class Checkpoint(NamedTuple):
     context: float  # tokens that it takes at most; infinite if its config does not say
     weights_sha256: str  # of the fp32 weights
     tokenizer_sha256: str
+    bos: int | None  # before each document in training; of other models, before each text
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return read_tokenizer(self.folder)
 
     @property
-    def bos(self) -> int | None:
-        """The id before each document in training; of other models, before each text."""
-        return self.run["bos"] if self.run else leading_bos(self.tokenizer)
-
-    @property
     def first_token(self) -> int:
         """The id before the first token of a text."""
         return self.tokenizer.eos_token_id if self.bos is None else self.bos
+
+    def encode(self, text) -> list[int]:
+        """Return the ids of a text, after the token that starts a document."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        for i, token in self.tokenizer.added_tokens_decoder.items():
+            if token.special and i in ids:
+                note(f"{self.name}: {token.content!r} is one token here, plain text in training")
+        return [self.first_token, *ids]
 
     def load(self, dtype, device, vocab_size: int | None = None) -> Teacher:
         return load_teacher(self.folder, dtype, device, vocab_size=vocab_size)
@@ -55,8 +60,7 @@ def open_checkpoint(name) -> Checkpoint:
     that the facts of training beside it describe.
     """
     folder = find_folder(name)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
+    config_file(name)  # which must be there
     student = folder.parent
     run = training_facts(folder)
     if not run:
@@ -67,6 +71,7 @@ def open_checkpoint(name) -> Checkpoint:
         run_name = Path(run["config"]["out_dir"]).name
         results = Path(f"out/eval/{run_name}_{run['method']}_{student.resolve().name}")
     model = load_model(folder)
+    read_tokenizer.cache_clear()  # the folder may have changed
     tokenizer = read_tokenizer(folder)
     n_vocab = len(model.head)
     check_vocabulary(name, n_vocab, tokenizer)
@@ -79,9 +84,9 @@ def open_checkpoint(name) -> Checkpoint:
             f"{name}: its model/ is not the one that run.json describes; the train.py command of "
             "that run writes it again"
         )
-    return Checkpoint(
-        name, folder, results, run, n_vocab, context, sha256, tokenizer_hash(tokenizer)
-    )
+    bos = run["bos"] if run else leading_bos(tokenizer)
+    tokenizer_sha256 = tokenizer_hash(tokenizer)
+    return Checkpoint(name, folder, results, run, n_vocab, context, sha256, tokenizer_sha256, bos)
 
 
 def check_content(name, key: str, sha256: str, run: dict):

@@ -79,8 +79,9 @@ class Run:
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
     save_sec: float = 0.0  # since then, for checkpoints
-    saved_at: float = 0.0  # `time.perf_counter()` of the last checkpoints
+    save_at: float = math.inf  # `time.perf_counter()` at which process 0 asks for checkpoints
     saving: Future | None = None  # the checkpoints that process 0 is writing
+    unsaved: bool = False  # whether they could not be written
     save: bool = False  # whether checkpoints are due after this update
     stop: bool = False  # whether some process has received a signal
 
@@ -90,7 +91,7 @@ class Run:
         self.logged_step = self.step
         self.logged_at = now
         self.began = now
-        self.saved_at = now
+        self.save_at = now + 60 * (self.cfg.checkpoint_every_minutes or math.inf)
 
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
@@ -102,12 +103,14 @@ class Run:
         A signal may reach any process, and only process 0 looks at the clock: sums tell all.
         """
         self.step += 1
-        seconds = 60 * (self.cfg.checkpoint_every_minutes or math.inf)
-        is_late = parallel.rank() == 0 and time.perf_counter() - self.saved_at > seconds
-        n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
+        is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
+        has_failed = self.saving and self.saving.done() and self.saving.exception()
+        numbers = [n_valid, has_signal, is_late, bool(has_failed)]
+        n_valid, n_signals, n_late, n_failed = parallel.all_reduce_sum(numbers)
         self.valid_tokens += n_valid
         self.since_log_tokens += n_valid
         self.stop = n_signals > 0
+        self.unsaved = n_failed > 0
         self.save = self.stop or n_late > 0 or self.is_due(self.cfg.checkpoint_every_steps)
 
 

@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from configure import TRY_AGAIN
 from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
-from lib.files import atomic_write, writing
+from lib.files import atomic_write, flush, writing
 from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.log import say
@@ -71,13 +72,16 @@ class States:
 
     def write(self, index, values):
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
-        sums = self.checksums(index, values)
+        self.put(0, index, values)
+        self.put(self.values.size, index, self.checksums(index, values))
+
+    def put(self, start: int, index, parts):
         # on a full disk this is an error; a write to a memmap would be a crash
         with writing(self.file), self.file.open("r+b") as file:
-            for start, parts in ((0, values), (self.values.size, sums)):
-                for row, part in zip(index.tolist(), parts, strict=True):
-                    file.seek(start + row * part.nbytes)
-                    file.write(part)
+            for row, part in zip(index.tolist(), parts, strict=True):
+                file.seek(start + row * part.nbytes)
+                file.write(part)
+        flush(self.file)
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,9 +103,10 @@ class CachedTeacher:
                 "into row_order of lib/rows.py"
             )
         if len(bad):
+            states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
             raise UserError(
-                f"{states.file}: row {bad[0]} is damaged; delete the file, and the same command "
-                "computes it anew"
+                f"{states.file}: row {bad[0]} is damaged; the same command computes it anew",
+                exit_code=TRY_AGAIN,
             )
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
         if self.head.device.type == "cuda":

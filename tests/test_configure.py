@@ -14,6 +14,7 @@ import configure
 import train
 from configure import Config, UserError, load
 from losses import METHODS, default_settings
+from run import exits
 from tests.world import ROOT, read_table, refusal
 
 
@@ -202,3 +203,32 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
         assert (",".join(cfg.methods), cfg.max_steps, cfg.student) == (methods, steps, size), name
         assert cfg.out_dir == f"out/{name}"
         assert {key: getattr(cfg, key) for key in PAPER} == PAPER, name
+
+
+def test_a_config_file_may_have_helpers_and_numbers_of_numpy(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, numpy as np\nfrom pathlib import Path\ndef f(x): return x\nlr = np.float32(1)\n"
+        "seed = f(np.int64(3))\nhyper = {'alra': {'d_max': np.int64(9)}}\nshuffle = np.bool_(True)"
+    )
+    cfg = load([str(file)])
+    assert json.loads(json.dumps([cfg.lr, cfg.seed, cfg.hyper, cfg.shuffle])) == [
+        1.0,
+        3,
+        {"alra": {"d_max": 9}},
+        True,
+    ]
+    for text, message in (
+        ("for i in range(3): pass", "no such key 'i'.* a helper's name begins with _; --help"),
+        ("lr = max", "lr=.*: expected float"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            load([str(file)])
+
+
+def test_where_neither_output_nor_errors_are_read_the_same_command_resumes(monkeypatch):
+    unread = mock.Mock(side_effect=BrokenPipeError)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, mock.Mock(write=unread))
+    assert configure.guard(unread) == exits.code_of(BrokenPipeError()) == 75

@@ -4,7 +4,10 @@ A case is a command, what is broken before it in a copy of one small world, and 
 line on stderr. Nothing else may change.
 """
 
+import contextlib
+import errno
 import importlib
+import json
 import os
 import re
 import resource
@@ -12,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -20,11 +24,14 @@ import pytest
 import torch
 
 import configure
+import eval as ev
 import prepare
 import train
 from lib import files
+from lib.errors import UserError
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
+from run import checkpoints
 from run.provenance import file_hash
 from tests import world
 
@@ -531,3 +538,115 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch,
     with pytest.raises(BrokenPipeError):
         unread.close()
     assert not capsys.readouterr().err and end_of("new") == end_of("run")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.ENOSPC])
+def test_a_file_system_may_lack_optional_calls_and_a_remedy_fits_its_error(
+    number, tmp_path, monkeypatch
+):
+    for name in ("fsync", "chmod"):
+        monkeypatch.setattr(os, name, mock.Mock(side_effect=OSError(number, "no")))
+    is_full = number == errno.ENOSPC
+    ending = world.refusal("no.; free some space$") if is_full else contextlib.nullcontext()
+    with ending, files.atomic_folder(tmp_path / "new") as new:
+        (new / "file").touch()
+    assert (tmp_path / "new").exists() != is_full
+    with world.refusal("new'.; check that path and its permissions$"):
+        files.atomic_write(tmp_path / "gone/file", "")
+
+
+@pytest.mark.parametrize("gone", ["new", "new/alra", "new/alra/checkpoints"])
+def test_a_run_makes_no_folder_of_its_own_twice(gone, folder, monkeypatch, capsys):
+    update = train.update
+
+    def moved(*args):
+        if args[3] == 2:
+            shutil.move(gone, "gone")
+        return update(*args)
+
+    monkeypatch.setattr(train, "update", moved)
+    assert run(NEW) == 75 and not Path(gone).exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_resume_says_which_logs_have_lost_entries(folder, capsys):
+    shell("cd half; rm alra/log.jsonl starts.jsonl; sed -i 1d pretrain/log.jsonl")
+    assert run(HALF) == 0
+    lost = re.findall("half/(.*): has lost entries of the steps before 3", capsys.readouterr().out)
+    assert {*lost} == {"alra/log.jsonl", "pretrain/log.jsonl", "starts.jsonl"}
+    assert run(BRANCH) == 0
+    assert "has lost entries" not in capsys.readouterr().out
+
+
+def test_a_failed_checkpoint_is_told_at_once_with_its_cause_and_tried_again(
+    folder, monkeypatch, capsys
+):
+    """Also where torch's own error names none. An update lasts 70 seconds."""
+    save, update, clock = torch.save, train.update, time.perf_counter
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+
+    def save_on_full_disk(tensors, file):
+        monkeypatch.setattr(torch, "save", save)
+        save(tensors, mock.Mock(write=full))
+
+    def slow(students, teacher, stream, step, cfg):
+        checkpoints.wait_for_writer()
+        if step == 3:
+            monkeypatch.setattr(torch, "save", save_on_full_disk)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock() + 70 * step)
+        return update(students, teacher, stream, step, cfg)
+
+    monkeypatch.setattr(train, "update", slow)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=99))
+    flags = "--max_steps=8 --schedule_steps=8 --checkpoint_every_steps=4 --keep_checkpoints=9"
+    assert run(f"{NEW} --repeat_rows=True {flags}") == 0
+    output = capsys.readouterr().out
+    assert "only 0.0 MiB more are free there" in output
+    assert re.search("step 5: .*cannot be written .*full.; free some space; another try", output)
+    assert world.saved(Path("new/alra"))[1:3] == ["step_00000006", "step_00000008"]
+
+
+def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
+    folder, monkeypatch, capsys
+):
+    (folder / "new/results.jsonl").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ev, "score_rows", None)
+        assert run(f"{EVAL} --out new") == 1
+    shell("rm -r new")
+    full = mock.Mock(side_effect=UserError("new/results.jsonl: full"))
+    monkeypatch.setattr(ev, "append_line", full)
+    assert run(EVAL.replace("alra", "alra teacher --out new")) == 1
+    output = capsys.readouterr()
+    names = [json.loads(x)["name"] for x in output.out.splitlines() if x.startswith("{")]
+    assert names == ["run/alra", "teacher"] and "\nProtocol" in output.out
+    assert output.err.endswith("UserError: new/results.jsonl: full\n")
+
+
+ADDS_BOS = f'{OTHER}/tokenizer_config.json add_bos_token=true bos_token="<|endoftext|>"'
+TOKEN = '{"7":{"content":"<|endoftext|>"}}'
+OTHER_ID = f"{OTHER}/tokenizer_config.json added_tokens_decoder={TOKEN}"
+ADAPTER = "cp -r teacher other; cd other; mv config.json adapter_config.json"
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (ADDS_BOS, "add_bos_token is True in tokenizer_config.json, but"),
+        (OTHER_ID, "give '<|endoftext|>' the id 7, but it is loaded with"),
+        (ADAPTER, "merge the adapter with its model, and save that"),
+    ],
+)
+def test_what_one_script_refuses_every_one_does(cause, message, folder, capsys):
+    apply(cause)
+    commands = [EVAL.replace("run/alra", "other"), SAMPLE.replace("run/alra", "other")]
+    if cause != ADDS_BOS:  # rows have their own BOS
+        commands.append(f"{NEW} --teacher=other")
+    for command in commands:
+        assert run(command) == 1 and message in capsys.readouterr().err
+
+
+def test_a_special_token_in_a_prompt_is_told(folder, capsys):
+    assert run(f"{SAMPLE} --prompt 'x<|endoftext|>'") == 0
+    assert "'<|endoftext|>' is one token here, plain text in training" in capsys.readouterr().err
+    assert run(SAMPLE) == 0 and "one token here" not in capsys.readouterr().err

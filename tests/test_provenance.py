@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import typing
 import zipfile
@@ -306,3 +307,18 @@ def test_a_commit_with_edits_is_marked(edits, pattern, monkeypatch):
     git = mock.Mock(side_effect=lambda line, **_: SimpleNamespace(stdout=answers[line[3]]))
     monkeypatch.setattr(device.subprocess, "run", git)
     assert re.fullmatch(pattern, device.machine_facts(torch.device("cpu"))["git_commit"])
+
+
+def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monkeypatch, capsys):
+    """Not one around it, nor one that the environment names."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    (tmp_path / "project").mkdir()
+    monkeypatch.setattr(device, "ROOT", tmp_path / "project")
+    for _ in range(2):
+        assert device.machine_facts(torch.device("cpu"))["git_commit"] is None
+    assert capsys.readouterr().err.count("no commit is recorded") == 1

@@ -263,7 +263,7 @@ def choices(text, folder) -> list[dict]:
         raise UserError(f"{folder}: expected a student of ALRA")
     teacher = c.run["config"]["teacher"]
     check_content(teacher, "teacher_sha256", content_hash(teacher), c.run)
-    ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
+    ids = torch.tensor(c.encode(text))
     models = load_model(c.folder), load_model(teacher)
     z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
     fn = resolve(c.run["method"]).fn

@@ -63,11 +63,10 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
 
 def encode(c: Checkpoint, prompt: str) -> list[int]:
     """Return the ids of a prompt, after the token that starts a document."""
-    ids = c.tokenizer.encode(prompt, add_special_tokens=False)
-    if len(ids) >= c.context:
-        n = len(ids) + 1
-        raise UserError(f"--prompt: {n} tokens with the first, {c.name} takes {c.context}")
-    return [c.first_token, *ids]
+    ids = c.encode(prompt)
+    if len(ids) > c.context:
+        raise UserError(f"--prompt: {len(ids)} tokens with the first, {c.name} takes {c.context}")
+    return ids
 
 
 def main(argv):

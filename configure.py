@@ -315,7 +315,7 @@ def read_config(argv) -> Config:
     values = {}
     hyper = {}
     flagged = set()  # methods whose settings flags set
-    for arg in argv:
+    for arg in joined(argv):
         values |= read_argument(arg)
         more = checked("hyper", values.pop("hyper", {}), dict)
         for method, settings in more.items():
@@ -331,6 +331,17 @@ def read_config(argv) -> Config:
             "its settings"
         )
     return cfg
+
+
+def joined(argv) -> list[str]:
+    """Return the arguments with `--key value`, as other programs have it, as `--key=value`."""
+    words = []
+    for word in argv:
+        if not word.startswith("--") and words and re.fullmatch("--[^=]+", words[-1]):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def check_flags(parse=read_config):

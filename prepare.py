@@ -30,6 +30,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 from pathlib import Path
 
 import configure
@@ -66,6 +67,7 @@ RECIPE_KEYS = (
 
 def main(argv) -> int:
     prepare(configure.load(argv))
+    print(f"next: python train.py {shlex.join(argv)}")
     return 0
 
 
@@ -77,6 +79,8 @@ def prepare(cfg):
     """
     if "," in cfg.data_dir:
         raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
+    if not (cfg.val_rows or cfg.val_share):
+        raise UserError("val_rows=0 with val_share=0: training needs held-out rows; set either")
     tokenizer, tokenizer_name, bos = open_tokenizer(cfg)
     source, facts = open_source(cfg)
     eos = tokenizer.eos_token_id
@@ -388,7 +392,7 @@ def open_state(folder, recipe):
     """
     file = folder / "prepare.state"
     if file.exists():
-        state = read_json(file, {"ids": dict}, f"move {folder} aside and start again")
+        state = read_json(file, ["ids"], f"move {folder} aside and start again")
         check_recipe(folder, state["recipe"], recipe)
         note(f"{folder}: resuming after {state['records']:,} documents")
         return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
@@ -434,12 +438,13 @@ def finish(folder, state):
     held = held_out_rows(recipe, n_rows["train"])
     if recipe["val_rows"]:
         n_rows = {"train": n_rows["train"] - len(held), "val": len(held)}
+    hold_out = f"--val_share=0 --val_rows={max(1, sum(n_rows.values()) // 10)}"
     for split, n in n_rows.items():
         if not n:
             remove_work(folder)  # else the same command would resume, and end here again
             raise UserError(
-                f"{folder}: {state['records']:,} records leave no row for {split}; "
-                "--val_share=0 --val_rows=N holds out N rows, and a smaller --seq_len makes more"
+                f"{folder}: {state['records']:,} records leave no row for {split}; set {hold_out}, "
+                "and if that is not enough, a smaller --seq_len, which makes more rows"
             )
     for split in state["rows"]:
         work = folder / f"{split}.bin.tmp"
@@ -459,6 +464,9 @@ def finish(folder, state):
             # tells whether two of these rows are of one document
             n_ended = np.cumsum(np.insert(n_eos, 0, 0))
             facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
+            print("the students will have read other rows of the held-out documents: this flatters")
+        elif recipe["val_share"] and (state["records"] < 100 or facts["rows"] < 20):
+            print(f"few documents: with another data_dir, {hold_out} holds out rows of all of them")
         write_manifest(folder, "val", state, facts)
     remove_work(folder)
 

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import signal
 import time
 import traceback
@@ -131,6 +132,8 @@ def exit_code(students, run) -> int:
         reached += "; the same command resumes"
         code = TRY_AGAIN
         why = max(parallel.all_gather(RECEIVED))[0]  # an empty list is the least
+    elif not stopped:
+        reached += f"; next: python eval.py {shlex.quote(cfg.out_dir)} --tasks none"
     say(reached)
     write_exit(cfg, code, why)
     return code

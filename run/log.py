@@ -131,6 +131,19 @@ def log_validation(live, validated, val, run):
                 f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
                 "that of a uniform guess; if it was lower before, try a smaller lr"
             )
+        if run.step == run.cfg.max_steps:
+            say(verdict(s.name, figures | references))
+
+
+def verdict(name, values) -> str:
+    """Return where a student stands between the CEs of token frequencies and of its teacher."""
+    ce = values["val_ce"]
+    below = values.get("val_unigram_ce", values["val_uniform_ce"]) - ce
+    side = "below" if below > 0 else "above"
+    text = f"{name}: held-out CE {ce:.2f}, {abs(below):.2f} {side} the unigram CE"
+    if "val_teacher_ce" in values:
+        text += f" and {ce - values['val_teacher_ce']:.2f} above the teacher's"
+    return text + (": it learns" if below > 0.25 else ": train longer (docs/learning.md)")
 
 
 def say_reference_ces(values: dict[str, float]):

@@ -188,7 +188,7 @@ class Foreign(nn.Module):
         ids = special_ids(tokenizer)
         model.config.get_text_config().update(ids)
         model.generation_config.update(**ids)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             save_tokenizer(new, tokenizer)

@@ -161,6 +161,7 @@ tools/sample.py nowhere => nowhere: no such folder
 {PREPARE} --source=text --source_split=x => source=text: split=x is for a dataset on the hub
 {PREPARE} --teacher=none => tokenizer=None, teacher=None
 {PREPARE} --val_rows=1000 => leave no row for train
+{PREPARE} --val_rows=0 => val_rows=0 with val_share=0: training needs held-out rows
 {PREPARE} --n_documents=2 --val_rows=0 --val_share=1e-6 => 2 records leave no row for val
 {COMPARE} --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
 {COMPARE} --tunes=x => --tunes=x: no such key 'tunes'
@@ -179,7 +180,7 @@ prepare.py cfg.py --data_dir=data,b => data_dir=data,b: prepare.py writes one fo
 # a command, what is broken before it, and the message
 BROKEN = rf"""
 {NEW} => sed -i s/rows/x/ data/train.json => \
-data/train.json: no ..?rows..? in it; .*prepare it again
+data/train.json: cannot be used .KeyError: 'rows'.; .*prepare it again
 {NEW} => set data/train.json quick_sha256="0" => \
 data/train.bin: not the bytes that train.json describes
 {NEW} => cd data; cp train.bin val.bin; cp train.json val.json => \

@@ -87,8 +87,10 @@ def foreign_config(name) -> transformers.PretrainedConfig:
 def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     """Return the shape. It leaves out rope scaling, and what does not change a model."""
     values = config.to_diff_dict()
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
     for key in ("architectures", "dtype", "transformers_version", "use_cache"):
-        values.pop(key, None)
+        for part in parts:
+            part.pop(key, None)
     for key in ("vocab_size", "bos_token_id", "eos_token_id"):
         values.get("text_config", values).pop(key, None)
     text = config.get_text_config()

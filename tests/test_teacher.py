@@ -91,6 +91,13 @@ RecurrentGemma => recurrent_gemma => {"lru_width": 24}
 Cohere => cohere => {}
 a scale => granite => {"logits_scaling": 1.005}
 """)
+FOREIGN["a text decoder in a wrapper"] = (
+    "gemma3",
+    {
+        "text_config": SMALL | {"head_dim": 8, "sliding_window": 8},
+        "vision_config": ONE_LAYER | {"intermediate_size": 8, "image_size": 28, "patch_size": 14},
+    },
+)
 IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
 
 
@@ -240,7 +247,7 @@ def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
             check_vocabulary("teacher", V, tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["a cap", "mixture of experts"])
+@pytest.mark.parametrize("kind", ["a cap", "mixture of experts", "a text decoder in a wrapper"])
 def test_students_of_other_families_learn_resume_and_are_saved(
     kind, make, tiny, tmp_path, monkeypatch, printed
 ):

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, f"{ROOT}")
 
 import configure
-from configure import Config
+from configure import TRY_AGAIN, Config
 from lib.errors import UserError
 from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
@@ -282,7 +282,9 @@ def train(students: list[Config], cfg, spec):
         sha = record_hash([record_of(s) for s in members])
         out = spec.out / f"runs/seed{seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
-        run("train.py", write_config(out.with_suffix(".py"), shared))
+        code = run("train.py", write_config(out.with_suffix(".py"), shared))
+        if code == TRY_AGAIN or (code == 1 and not (out / "exit.json").exists()):  # also a busy folder
+            raise UserError(f"{out}: not trained; see above, and run the same command later")
 
 
 def score(students: list[Config], rows, cfg, spec):

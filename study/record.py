@@ -12,6 +12,7 @@ from pathlib import Path
 import zstandard
 
 from configure import Config
+from lib.errors import UserError
 from lib.files import atomic_write, read_json, reading
 from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
@@ -88,8 +89,13 @@ def read_student(end: Path, cfg) -> dict:
     if facts["made_by"].get("teacher_sha256"):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
     facts["log"] = read_log(folder)
-    ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
-    facts["val_ce"] = ces[-1] if ces else None
+    ces = {line["step"]: line["val_ce"] for line in facts["log"] if "val_ce" in line}
+    if "why" not in facts and facts["step"] not in ces:
+        raise UserError(
+            f"{folder}/log.jsonl: lacks the held-out CE of step {facts['step']}; restore it, or "
+            f"delete {folder.parent}, and the same command trains it anew"
+        )
+    facts["val_ce"] = [*ces.values()][-1] if ces else None
     return facts
 
 

@@ -233,3 +233,4 @@ def test_where_neither_output_nor_errors_are_read_the_same_command_resumes(monke
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, mock.Mock(write=unread))
     assert configure.guard(unread) == exits.code_of(BrokenPipeError()) == 75
+    sys.stdout.close()

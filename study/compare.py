@@ -283,7 +283,8 @@ def train(students: list[Config], cfg, spec):
         out = spec.out / f"runs/seed{seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
         code = run("train.py", write_config(out.with_suffix(".py"), shared))
-        if code == TRY_AGAIN or (code == 1 and not (out / "exit.json").exists()):  # also a busy folder
+        is_busy = code == 1 and not (out / "exit.json").exists()
+        if is_busy or code == TRY_AGAIN:
             raise UserError(f"{out}: not trained; see above, and run the same command later")
 
 

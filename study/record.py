@@ -90,12 +90,13 @@ def read_student(end: Path, cfg) -> dict:
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
     facts["log"] = read_log(folder)
     ces = {line["step"]: line["val_ce"] for line in facts["log"] if "val_ce" in line}
-    if "why" not in facts and facts["step"] not in ces:
+    end = max((line["step"] for line in facts["log"]), default=None)
+    if "why" not in facts and end not in ces:  # a run ends with a validation
         raise UserError(
-            f"{folder}/log.jsonl: lacks the held-out CE of step {facts['step']}; restore it, or "
-            f"delete {folder.parent}, and the same command trains it anew"
+            f"{folder}/log.jsonl: lacks the last held-out CE; restore it, or delete "
+            f"{folder.parent}, and the same command trains it anew"
         )
-    facts["val_ce"] = [*ces.values()][-1] if ces else None
+    facts["val_ce"] = ces.get(end)
     return facts
 
 

@@ -117,15 +117,20 @@ note_once = functools.cache(note)
 def git_commit() -> str | None:
     """Return the commit of the project's own repository, or None without one.
 
-    Uncommitted edits, but for results of studies and untracked files, are marked: COMMIT+HASH.
+    A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH.
     """
     commit = run_git("rev-parse", "HEAD").strip()
-    edits = run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
+    edits = uncommitted_edits()
     if edits:
         commit += f"+{text_hash(edits)[:12]}"
     if not commit and parallel.rank() == 0:
         note_once("no commit is recorded: git finds no repository of this project alone")
     return commit or None
+
+
+def uncommitted_edits() -> str:
+    """Return `git diff HEAD` without the results of studies. Untracked files are not in it."""
+    return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
 def run_git(*arguments: str) -> str:

@@ -118,13 +118,25 @@ def load_tokenizer(name) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder, tokenizer):
-    """Write what transformers 4 and 5 both read: the tokenizer, and its special tokens by name."""
+    """Write what transformers 4 and 5 both read: the tokenizer, and its special tokens by name.
+
+    An EOS stands for a BOS and a padding token that it lacks, as in `special_ids`.
+    """
     tokenizer.backend_tokenizer.save(f"{folder}/tokenizer.json")
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    facts |= {"model_input_names": ["input_ids", "attention_mask"]}
+    facts |= dict.fromkeys(("bos_token", "pad_token"), tokenizer.eos_token)
     for key, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str):  # not a list of further ones, whose key is another in each
             facts[key] = token
     write_json(Path(folder) / "tokenizer_config.json", facts)
+
+
+def generation_ids(tokenizer) -> dict[str, int]:
+    """Return the ids that generation needs, by the keys of generation_config.json."""
+    pad = tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if pad is None else pad
+    return special_ids(tokenizer) | {"pad_token_id": pad}
 
 
 def special_ids(tokenizer) -> dict[str, int]:
@@ -203,6 +215,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         if tokenizer is not None:
             save_tokenizer(new, tokenizer)
             facts |= special_ids(tokenizer)
+            write_json(new / "generation_config.json", generation_ids(tokenizer))
         facts |= {key: value for key, value in shape.items() if value is not None}
         if kind != "qwen2":
             facts["attention_bias"] = bias

@@ -149,6 +149,9 @@ def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     n_copies = world() // n
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (n_copies, n), mesh_dim_names=names)
+    limit = dist.group.WORLD._get_backend(device).options._timeout
+    for group in mesh.get_all_groups():  # torch gives them its own
+        dist.distributed_c10d._set_pg_timeout(limit, group)
     if n_copies == 1:
         mesh = mesh["shard"]
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

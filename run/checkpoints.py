@@ -317,11 +317,28 @@ def write_model(s, weights, run):
     saved = {name: p.to(dtype) for name, p in weights.items()}
     with files.atomic_folder(folder) as new:
         s.scored.save_pretrained(new, s.tokenizer, saved)
+        (new / "README.md").write_text(model_card(s, run))
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
     if "probe" in read_json(folder / "config.json"):
         say(f"{folder}: an edited student: model.py computes it, and transformers something else")
     files.write_json(s.folder / "run.json", facts)
+
+
+def model_card(s, run) -> str:
+    """Return what is in a student's folder, in Markdown."""
+    facts = student_facts(s, run)
+    log = files.read_lines(s.folder / "log.jsonl")
+    values = {
+        "teacher": facts["teacher_used"],
+        "method": f"{s.name} {facts['made_by']['hyper']}",
+        "rows": f"{run.step * run.cfg.batch_rows:,} of {run.cfg.data_dir}",
+        "tokens": f"{run.valid_tokens:,.0f}",
+        "held-out CE, nats/token": [x["val_ce"] for x in log if "val_ce" in x][-1:],
+        "commit": facts["git_commit"],
+    }
+    lines = [f"- {key}: {value}\n" for key, value in values.items()]
+    return f"# {s.name}\n\nA language model, trained by logit distillation.\n\n{''.join(lines)}"
 
 
 def save_checkpoints(live, run):

@@ -24,7 +24,14 @@ from lib import parallel
 from lib.errors import UserError
 from lib.files import atomic_folder, reading
 from lib.head import OutputHead, soft_cap
-from lib.hf import all_finite, check_weights, find_folder, save_tokenizer, special_ids
+from lib.hf import (
+    all_finite,
+    check_weights,
+    find_folder,
+    generation_ids,
+    save_tokenizer,
+    special_ids,
+)
 from lib.torch_setup import mend_compiler
 from model import config_file, is_near
 
@@ -187,9 +194,8 @@ class Foreign(nn.Module):
         dtype = next(iter(tensors.values())).dtype
         with torch.device("meta"):  # training may go on with this model in another thread
             model = self.config.build(dtype)
-        ids = special_ids(tokenizer)
-        model.config.get_text_config().update(ids)
-        model.generation_config.update(**ids)
+        model.config.get_text_config().update(special_ids(tokenizer))
+        model.generation_config.update(**generation_ids(tokenizer))
         folder.parent.mkdir(exist_ok=True)
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")

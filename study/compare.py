@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, f"{ROOT}")
 
 import configure
-from configure import Config
+from configure import TRY_AGAIN, Config
 from lib.errors import UserError
 from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
@@ -279,7 +279,10 @@ def train(students: list[Config], out):
         sha = record_hash([record_of(s) for s in members])
         folder = out / f"runs/seed{seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{folder}")
-        run("train.py", write_config(folder.with_suffix(".py"), shared))
+        code = run("train.py", write_config(folder.with_suffix(".py"), shared))
+        is_busy = code == 1 and not (folder / "exit.json").exists()
+        if is_busy or code == TRY_AGAIN:
+            raise UserError(f"{folder}: not trained; see above, and run the same command later")
 
 
 def score(students: list[Config], rows, cfg, out):

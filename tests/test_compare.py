@@ -631,3 +631,11 @@ def test_readme_quotes_the_reports():
                 ours, theirs = (pd.Series(ces[name]) for name in (method, "vanilla_kd"))
                 e = estimate(pd.DataFrame({"": ours - theirs}))
                 assert cells[at - 1 : at + 1] == [str(e["n"][""]), with_half(e, 2, "+")[""]]
+
+
+@pytest.mark.parametrize("log", [[], [{"step": 3, "val_ce": 3.0}, {"step": 6}]])
+def test_a_trial_whose_log_is_cut_or_gone_has_not_stopped(log, tmp_path):
+    finished_run(tmp_path / "seed1_ab")
+    write_lines(tmp_path / "seed1_ab/alra@x/log.jsonl", log)
+    with refusal("log.jsonl: lacks the last held-out CE; restore it, or delete .*seed1_ab"):
+        record.read_student(tmp_path / "seed1_ab/alra@x/run.json", STUDY)

@@ -651,3 +651,10 @@ def test_a_special_token_in_a_prompt_is_told(folder, capsys):
     assert run(f"{SAMPLE} --prompt 'x<|endoftext|>'") == 0
     assert "'<|endoftext|>' is one token here, plain text in training" in capsys.readouterr().err
     assert run(SAMPLE) == 0 and "one token here" not in capsys.readouterr().err
+
+
+def test_a_students_folder_has_a_page_about_it(folder):
+    page = (folder / "run/alra/model/README.md").read_text()
+    for text in ("# alra", "- teacher: teacher", "'d_max': 7", "- rows: 16 of data", "CE, nats"):
+        assert text in page
+    assert re.search(r"tokens: \d+\n.*nats/token: \[\d.*\]\n- commit:", page)

@@ -230,6 +230,7 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     kept = read_json(tmp_path / "tokenizer_config.json")  # no more than transformers 4 knows
     assert kept.pop("tokenizer_class") == "PreTrainedTokenizerFast"
     assert not kept.pop("clean_up_tokenization_spaces")
+    assert kept.pop("model_input_names") == ["input_ids", "attention_mask"]
     assert set(kept) <= {"eos_token", "bos_token", "unk_token", "pad_token"}
     assert config["eos_token_id"] == tokenizer.eos_token_id
     bos = tokenizer.bos_token_id
@@ -417,3 +418,25 @@ def test_a_field_of_ones_own_is_saved_and_read_again(tmp_path, monkeypatch):
     del older["rank"]
     write_json(tmp_path / "own/config.json", older)
     assert load_config(tmp_path / "own").rank == 4
+
+
+@pytest.mark.parametrize("keys", [{"attention_bias": True}, {}, {"qk_norm": True}])
+def test_a_saved_student_generates_and_a_batch_padded_on_the_left_equals_single_rows(
+    keys, tmp_path
+):
+    shape = Qwen2Config(8, 16, 1, 2, 2, vocab_size=259, **keys)
+    world.make_model(shape).save_pretrained(tmp_path, world.make_tokenizer())
+    settings = read_json(tmp_path / "tokenizer_config.json")
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]  # as version 4 asks
+    assert settings["bos_token"] == world.EOS  # config.json has its id; CTranslate2 reads both
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.generation_config.pad_token_id == 0
+
+    def generated(texts):
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        ids = model.generate(**inputs, do_sample=False, min_new_tokens=5, max_new_tokens=5)
+        return ids[:, -5:].tolist()
+
+    texts = ["a long one", "b"]
+    assert generated(texts) == [*generated(texts[:1]), *generated(texts[1:])]

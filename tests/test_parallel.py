@@ -327,3 +327,36 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     end = read_json(out / "exit.json")
     step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}
+
+
+def test_a_slurm_job_ends_with_its_command_and_a_submission_counts_anew(tmp_path):
+    write_stubs(tmp_path, STUBS | {"srun": "mkdir -p out; exit $STATUS"})
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
+    job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
+    for status, count, code in ((1, 0, 1), (2, 0, 2), (137, 0, 75), (137, 1, 75), (137, 0, 75)):
+        env = job | {"STATUS": f"{status}", "SLURM_RESTART_COUNT": f"{count}"}
+        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == code
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n" * 3
+    assert (tmp_path / "out/tries").read_text() == "1\n"
+
+
+def shard_as(rank, port):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": "2"} | place
+    cpu = torch.device("cpu")
+    parallel.start(cpu, 7)
+    parallel.shard(world.make_model(world.STUDENT), 1, cpu)
+    groups = dist.distributed_c10d._world.pg_map
+    print({group._get_backend(cpu).options._timeout for group in groups}, len(groups))
+    parallel.stop()
+
+
+@pytest.mark.slow
+def test_all_groups_of_a_sharded_model_wait_as_long_as_they_are_told(tmp_path):
+    port = several.free_port()
+    processes = [world.start(shard_as, rank, port, out=tmp_path / f"{rank}") for rank in range(2)]
+    for rank, process in enumerate(processes):
+        process.join(60)
+        printed = (tmp_path / f"{rank}").read_text().splitlines()
+        assert printed[-1] == "{datetime.timedelta(seconds=420)} 2"

@@ -34,6 +34,8 @@ from statistics import median
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
+from lib.errors import UserError
+from lib.settings import PositiveInt, checked
 
 OPTIONS = {
     "device": "auto",
@@ -53,7 +55,12 @@ def arguments(argv) -> Namespace:
         parser.add_argument(f"--{name}", type=type(default), default=default)
     if "gpu" in argv:
         parser.set_defaults(device="cuda")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("n", "rows", "repeats"):
+        checked(f"--{name}", getattr(args, name), PositiveInt)
+    if "," not in args.models:
+        raise UserError(f"--models={args.models}: expected TEACHER,STUDENT")
+    return args
 
 
 if __name__ == "__main__":
@@ -65,7 +72,7 @@ from lib.device import machine_facts, peak_bytes, pick_device
 from lib.files import read_lines
 from lib.hf import load_tokenizer
 from losses import resolve
-from model import PRESETS, init_student
+from model import init_student, student_config
 from run.methods import head_losses
 
 PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
@@ -74,12 +81,12 @@ PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
     teacher, student, *_ = args.models.split(",")
-    shape = PRESETS[student]
+    shape = student_config(student)
     draw = partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
     w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
-    h_t = 0.02 * draw(1, args.n, PRESETS[teacher].hidden_size)
-    w_t = draw(shape.vocab_size, PRESETS[teacher].hidden_size)
+    h_t = 0.02 * draw(1, args.n, student_config(teacher).hidden_size)
+    w_t = draw(shape.vocab_size, student_config(teacher).hidden_size)
     y = torch.randint(shape.vocab_size, (1, args.n), device=args.device)
 
     @torch.no_grad()
@@ -152,7 +159,7 @@ def bench_fused(args):
 def bench_gpu(args):
     run("-m", "pytest", "-q", "-m", "gpu", "tests")
     teacher, *students = args.models.split(",")
-    model = init_student(PRESETS[teacher], 1)
+    model = init_student(student_config(teacher), 1)
     model.save_pretrained(args.out / "teacher", load_tokenizer("demo/teacher"))
     flags = [
         "config/demo.py",
@@ -192,6 +199,8 @@ def main(argv):
     args = arguments(argv)
     args.device = pick_device(args.device)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    for name in args.models.split(","):
+        student_config(name)  # refuses an unknown one before anything runs
     print(f"{machine_facts(args.device)}: {args}\n")
     {"fused": bench_fused, "gpu": bench_gpu}[args.section](args)
 

@@ -122,10 +122,10 @@ def score(args):
     if tasks:
         for c in checkpoints:
             results += score_tasks(c, tasks, args, device)
-    from run.tables import tables_of  # imports pandas, which takes a second
+    from run.tables import for_screen, tables_of  # imports pandas, which takes a second
 
     try:
-        print(tables_of(results, args.reference, args.metric))
+        print(for_screen(tables_of(results, args.reference, args.metric)))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     for result in results:
@@ -476,9 +476,9 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 def main(argv):
     args = arguments(argv)
     if args.table:
-        from run.tables import tabulate
+        from run.tables import for_screen, tabulate
 
-        print(tabulate(args.paths, args.reference, args.metric))
+        print(for_screen(tabulate(args.paths, args.reference, args.metric)))
         return
     try:
         score(args)

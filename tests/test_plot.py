@@ -187,14 +187,19 @@ def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
     assert legend_of(drawn["c.png"]) == ["alra", "stopped"]
 
 
-def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys):
+def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys, monkeypatch):
     """Byte for byte, where matplotlib is the locked one: another one draws other pixels."""
     shutil.unpack_archive(ROOT / "docs/lesson/runs.zip", tmp_path)
     sentence = (tmp_path / "sentence.jsonl").read_bytes()
     plot.main([str(tmp_path)])
     locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     lesson = (ROOT / "LESSON.md").read_text()
-    for name in ("curves.png", "sentence.png"):
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        block = lesson.split("<!-- temperature -->\n```python\n")[1]
+        exec(block.split("```")[0], {"torch": torch})
+    for name in ("curves.png", "sentence.png", "temperature.png"):
         drawn = (tmp_path / name).read_bytes()
         assert not locked or drawn == (ROOT / "docs/lesson" / name).read_bytes()
         assert f"](docs/lesson/{name})" in lesson

@@ -99,6 +99,8 @@ def score(args):
         note(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     tasks = {}
+    if names and not args.data_dir:  # which may take minutes to fail
+        note("asks the hub for the items of tasks; without a network: --tasks none")
     for name in names:
         tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)

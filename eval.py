@@ -99,6 +99,8 @@ def score(args):
         note(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     tasks = {}
+    if names and not args.data_dir:  # which may take minutes to fail
+        note("asks the hub for the items of tasks; without a network: --tasks none")
     for name in names:
         tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
@@ -122,10 +124,10 @@ def score(args):
     if tasks:
         for c in checkpoints:
             results += score_tasks(c, tasks, args, device)
-    from run.tables import tables_of  # imports pandas, which takes a second
+    from run.tables import for_screen, tables_of  # imports pandas, which takes a second
 
     try:
-        print(tables_of(results, args.reference, args.metric))
+        print(for_screen(tables_of(results, args.reference, args.metric)))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     for result in results:
@@ -476,9 +478,9 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 def main(argv):
     args = arguments(argv)
     if args.table:
-        from run.tables import tabulate
+        from run.tables import for_screen, tabulate
 
-        print(tabulate(args.paths, args.reference, args.metric))
+        print(for_screen(tabulate(args.paths, args.reference, args.metric)))
         return
     try:
         score(args)

@@ -22,7 +22,8 @@ from lib.files import reading, text_hash
 from lib.rows import quick_hash
 from lib.settings import Positive, checked
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+PLAIN = (".txt", ".md", ".py")  # a file is a document
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *PLAIN)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -135,7 +136,7 @@ def read_records(file, column) -> Iterator[bytes | dict]:
 
     suffix = os.path.splitext(file)[1].lower()
     with open(file, "rb") as stored:
-        if suffix == ".txt":
+        if suffix in PLAIN:
             yield {column: stored.read()}
         elif suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(stored)

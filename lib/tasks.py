@@ -173,10 +173,13 @@ def read_rows(
     if data_dir:
         file = Path(data_dir, name, f"{split}.jsonl")
         if not file.is_file():
-            raise UserError(f"{file}: no such file; --tasks can leave out {name}")
+            raise UserError(
+                f"{file}: no such file; --tasks can leave out {name}, or all: --tasks none"
+            )
         return str(file), read_lines(file)
     source = config["dataset_path"]
-    with reading(source, f"leave out {name} by --tasks, or name local files by --data_dir"):
+    remedy = f"name local files by --data_dir, leave out {name} by --tasks, or all: --tasks none"
+    with reading(source, remedy):
         rows = datasets.load_dataset(source, config.get("dataset_name"), split=split)
         return f"{source} [{split}]", rows
 

@@ -46,10 +46,12 @@ def say(text):
 
 
 def say_values(label: str, values):
-    """Print a line for each student."""
+    """Print a line for each student. Agreement has the name and unit that it has in tables."""
     for name, terms in values.items():
-        cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
-        say(f"{label}  |  {name}  {cells}")
+        cells = {key: f"{key} {x:.4f}" for key, x in terms.items()}
+        if "val_agree" in terms:
+            cells["val_agree"] = f"top-1 agreement {terms['val_agree']:.2%}"
+        say(f"{label}  |  {name}  {'  '.join(cells.values())}")
 
 
 def log_terms(live, teacher, rate: float, run):

@@ -7,6 +7,7 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,23 @@ def grid(table: pd.DataFrame) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
+def for_screen(text: str) -> str:
+    """Return text with the columns of its Markdown tables aligned if it goes to a terminal."""
+    if not sys.stdout.isatty():
+        return text
+    lines = []
+    for is_table, group in itertools.groupby(text.split("\n"), lambda line: line.startswith("|")):
+        if is_table:
+            columns = []
+            for cells in zip(*(line[2:-2].split(" | ") for line in group), strict=True):
+                width = max(map(len, cells))
+                pad = str.rjust if columns else str.ljust
+                columns.append([pad(cell, width) for cell in cells])
+            group = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
+        lines += group
+    return "\n".join(lines)
+
+
 def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """Return mean and interval of each method as text, a column for each figure.
 
@@ -284,6 +302,8 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
                 cells[m] += "," * (n > 1) + f" ± {over_documents:.{c.digits}f} over documents"
                 if abs(mean) > half:
                     both.append(abs(mean) > over_documents)
+            if n == 1 and abs(mean) <= over_documents:  # over seeds, p says it
+                cells[m] += ", within noise"
         table[c.heading] = cells
     how = ""
     if e["n"].max() > 1:

@@ -660,6 +660,8 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
             break
     assert alra.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
     assert link.partition("\n")[2] == alra.partition("\n")[2] != teacher.partition("\n")[2]
+    sample.main([f"{out}", "--prompt=the", "--tokens=0"])  # a run
+    assert capsys.readouterr().out == f"--- {out}/alra\nthe\n--- {out}/pretrain\nthe\n"
     texts = []
     for flag in ("--temperature=0", "--seed=1", "--seed=1", "--seed=2"):
         sample.main([f"{out}/alra", "--prompt=the", "--tokens=9", flag])

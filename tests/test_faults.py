@@ -154,10 +154,11 @@ eval.py run/gone => run/gone: no such folder
 eval.py run/alra --limit=1 => --limit 1: expected at least 2
 tools/plot.py nowhere => nowhere: no log.jsonl with entries; expected a run's folder
 tools/sample.py nowhere => nowhere: no such folder
+eval.py run/alra --tasks=piqa --max_length=32 => baber/piqa: cannot be used .*; .*--tasks none
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
 {PREPARE} --source=pyhton => source=pyhton: cannot be used .*; expected a file or a hub dataset
-{PREPARE} --source=cfg.py => source=cfg.py: no such file, or none that ends in
+{PREPARE} --source=data => source=data: no such file, or none that ends in
 {PREPARE} --source=text --source_split=x => source=text: split=x is for a dataset on the hub
 {PREPARE} --teacher=none => tokenizer=None, teacher=None
 {PREPARE} --val_rows=1000 => leave no row for train

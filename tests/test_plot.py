@@ -102,7 +102,9 @@ def logged(run):
 def test_curves_have_the_numbers_of_the_logs(run, drawn, printed):
     plot.main([str(run)])
     assert printed().split() == [f"{run}/curves.png"]
-    axes = {axis.get_ylabel(): lines(axis) for axis in drawn["curves.png"].axes}
+    axes = {}
+    for axis in drawn["curves.png"].axes:
+        axes[axis.get_ylabel().partition(",")[0]] = lines(axis)
     assert set(axes) == {*plot.PANELS, "forward"} - {"support"}
     assert axes["forward"] == {"mine": [(40, 0.5), (80, 0.5), (120, 0.5)]}
     assert axes["d_u"] == {"alra": [(40, 4.5), (80, 4.5), (120, 4.5)]}
@@ -152,6 +154,24 @@ def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
     assert not any(text.get_parse_math() for text in texts)
 
 
+def test_of_many_students_eight_are_drawn(tmp_path, drawn):
+    """Those that all are compared with, then the lowest CEs, of several settings last."""
+    ces = {f"mine_{i}": 4.0 + i for i in range(6)}
+    ces |= {"alra@best": 1.0, "worst": 99.0, "pretrain": 98.0, "alra": 97.0, "vanilla_kd": 96.0}
+    logs = make_logs(ces)
+    logs["mine_0"][1] |= {"val_ce": None}  # at the end it has none
+    logs["alra"][0] |= {"val_unigram_ce": 5.0}
+    plot.curves([logs, logs], tmp_path / "c.png")
+    (axis,) = drawn["c.png"].axes
+    kept = {"pretrain", "vanilla_kd", "alra", *(f"mine_{i}" for i in range(5))}
+    assert set(lines(axis)) == kept | {"unigram: 5.00", "not drawn: 3"}
+    (unigram,) = [line for line in axis.lines if line.get_label() == "unigram: 5.00"]
+    (text,) = axis.texts
+    low, high = axis.get_ylim()
+    assert low < unigram.get_ydata()[0] == text.get_position()[1] < high
+    assert (unigram.get_linestyle(), text.get_text()) == (":", "unigram")
+
+
 def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
     """It has no validation, and its last terms are not finite."""
     logs = make_logs({"alra": 3.0, "stopped": 3.0})
@@ -167,14 +187,19 @@ def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
     assert legend_of(drawn["c.png"]) == ["alra", "stopped"]
 
 
-def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys):
+def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys, monkeypatch):
     """Byte for byte, where matplotlib is the locked one: another one draws other pixels."""
     shutil.unpack_archive(ROOT / "docs/lesson/runs.zip", tmp_path)
     sentence = (tmp_path / "sentence.jsonl").read_bytes()
     plot.main([str(tmp_path)])
     locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     lesson = (ROOT / "LESSON.md").read_text()
-    for name in ("curves.png", "sentence.png"):
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        block = lesson.split("<!-- temperature -->\n```python\n")[1]
+        exec(block.split("```")[0], {"torch": torch})
+    for name in ("curves.png", "sentence.png", "temperature.png"):
         drawn = (tmp_path / name).read_bytes()
         assert not locked or drawn == (ROOT / "docs/lesson" / name).read_bytes()
         assert f"](docs/lesson/{name})" in lesson
@@ -207,7 +232,10 @@ def test_budget_and_anchoring_count_by_hand(logged, drawn):
     plot.main([str(logged)])
     # a fixed budget has no distribution; `mine` has a histogram of untrained weights alone
     axis, only_step_0 = drawn["budget.png"].axes
-    assert "late: 100.0% below" in lines(only_step_0)
+    assert set(lines(only_step_0)) == {"student: 100.0% below", "teacher: 40.0% below"}
+    assert "too few" in only_step_0.get_xlabel() and "too few" not in axis.get_xlabel()
+    panels = [*drawn["budget.png"].axes, *drawn["anchoring.png"].axes]
+    assert all(panel.get_ylabel() for panel in panels)
     early, late, teacher = axis.get_lines()
     assert early.get_label() == "early: 50.0% below"
     assert late.get_label() == "late: 58.8% below"
@@ -248,7 +276,9 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
         p_t, p_s = ((z[u] / 2).softmax(-1)[candidates].tolist() for z in (z_t, z_s))
         assert record == {
             "before": tokenizer.decode(ids[1 : u + 1]),
+            "next": ascii(tokenizer.decode(ids[u + 1])),
             "candidates": [ascii(tokenizer.decode(token)) for token in candidates],
+            "is_next": [int(token) == ids[u + 1] for token in candidates],
             "teacher": pytest.approx(p_t, rel=1e-4),
             "student": pytest.approx(p_s, rel=1e-4),
             "d_u": int(terms.d_u[u]),
@@ -256,3 +286,19 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
         }
     shown = [axis.get_title().partition("\n")[0] for axis in drawn["sentence.png"].axes]
     assert shown == [f"after {record['before']!r}" for record in records[-3:]]
+
+
+def test_a_sentence_marks_the_token_that_came_next(tmp_path, drawn):
+    """And the title of a long prefix has its end alone."""
+    entry = {"before": "a\n" * 30 + "é", "next": "'z'", "candidates": ["'x'", "'y'"]}
+    entry |= {"is_next": [False] * 2, "teacher": [0.5, 0.1], "student": [0.3, 0.2], "d_u": 1}
+    known = {"next": "'y'", "is_next": [False, True], "is_added": False}
+    plot.sentence([entry | {"is_added": True}, entry | known], tmp_path / "s.png")
+    titles = []
+    words = []
+    for axis in drawn["s.png"].axes:
+        titles.append(axis.get_title().splitlines()[:2])
+        words.append([label.get_text() for label in axis.get_yticklabels()])
+    end = "after ..n" + r"a\n" * 5 + r"\xe9'"
+    assert titles == [[end, "came next: 'z', no candidate"], [end, "came next: 'y'"]]
+    assert words == [["'x'", "'y'"], ["'x'", "→ 'y'"]]

@@ -594,14 +594,15 @@ def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monke
 def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tmp_path, capsys):
     """Its folders and links too, with names of any bytes, but nothing hidden."""
     good = b'{"text": "a"}\n'
-    content = {"t/B.JSONL": good, "t/sub/c.TXT": b"\xef\xbb\xbfc", "t/x.md": b"", "t/y.csv": b""}
+    content = {"t/B.JSONL": good, "t/sub/c.TXT": b"\xef\xbb\xbfc", "t/x.c": b"", "t/y.csv": b""}
+    content |= {"t/m.py": b"m", "t/n.md": b"n"}
     content |= {"t/.hidden/d.txt": b"copy", "t/sub/._c.txt": b"", "d/caf\udce9.jsonl": good}
     for name, text in content.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text)
     (tmp_path / "t/link").symlink_to("../d")
-    assert documents(tmp_path / "t")[0] == ["a", "a", "c"]
-    assert re.search("skips 2 with other suffixes, such as .*/t/x.md\n", capsys.readouterr().err)
+    assert documents(tmp_path / "t")[0] == ["a", "a", "m", "n", "c"]
+    assert re.search("skips 2 with other suffixes, such as .*/t/x.c\n", capsys.readouterr().err)
     assert documents(tmp_path / "t/.hidden")[0] == ["copy"]  # if it is what was asked for
 
 

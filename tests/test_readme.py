@@ -365,6 +365,13 @@ def test_the_answers_to_the_exercises_run(n, capsys):
     assert re.search(r"\d\.\d\d", capsys.readouterr().out)
 
 
+def test_the_example_prints_what_the_page_says(capsys):
+    names = {"torch": torch, "F": torch.nn.functional}
+    for block in ("alra", "example"):
+        exec(BLOCKS[block], names)
+    assert f"```text\n{capsys.readouterr().out}```" in LESSON
+
+
 def test_a_trainer_steps_along_the_gradient_of_alra(tiny, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     student = load(tiny / "student")

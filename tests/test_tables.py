@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+import pandas as pd
 import pytest
 
 from lib import tasks
@@ -166,6 +167,27 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     assert cells(text, "Pre-Train w/o KD")[1] == f"*22.00 {half}*"
     assert "over 3 seeds" in text
     assert cells(text, "ALRA")[-1] == "+1.00 ± 0.00"  # seed by seed, not mean by mean
+
+
+@pytest.mark.parametrize("more", [[-1, 1, 0, 0, 0.1], [1, 1, 1, 1, 1.1]])
+def test_a_difference_of_one_seed_is_within_noise_if_its_interval_holds_0(more):
+    n = [10] * 5
+    students = []
+    for change in ([0] * 5, more):
+        ces = [10 + x for x in change]
+        students.append({"ce": sum(ces) / 50, "documents": {"n": n, "ce": ces, "kl": ces}})
+    index = pd.MultiIndex.from_tuples([("alra", 1), ("mine", 1)], names=["method", "seed"])
+    text = "\n".join(tables.figure_tables("", pd.DataFrame(students, index), "alra"))
+    cell = text[text.index("| mine | +") :].split(" |")[1]
+    assert cell.endswith("over documents, within noise" if more[0] < 0 else "over documents")
+
+
+def test_columns_are_aligned_on_a_terminal_alone(monkeypatch):
+    text = "A line.\n\n|  | CE |\n| --- | --: |\n| alra | 10.5 |\n\n|  | b |\n| --- | --: |"
+    assert tables.for_screen(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    aligned = "A line.\n\n|      |   CE |\n| ---  |  --: |\n| alra | 10.5 |\n\n"
+    assert tables.for_screen(text) == aligned + "|     |   b |\n| --- | --: |"
 
 
 DIFFER = """

@@ -421,7 +421,9 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     ):
         assert output.count(words) == 1, words
     references = {"val_uniform_ce": math.log(V), "val_unigram_ce": 5.25}
-    assert references.items() <= records(tmp_path / "run", "alra")[-1].items()
+    last = records(tmp_path / "run", "alra")[-1]
+    assert references.items() <= last.items()
+    assert f"top-1 agreement {last['val_agree']:.2%}" in output
     for ce, n in ((5.2, 0), (5.3, 1)):
         log.say_reference_ces(references | {"val_teacher_ce": ce})
         assert printed().count("warning") == n

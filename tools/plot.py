@@ -45,13 +45,13 @@ from run.results import read_log, students_of
 from run.saved_models import check_content, open_checkpoint
 from run.teacher import load_model
 
-# key in log.jsonl, title; the first has a row for itself; other terms follow
+# key in log.jsonl, title and unit; the first has a row for itself; other terms follow
 _PANELS = """\
 val_ce     held-out cross-entropy, nats/token
 ce         training cross-entropy, nats/token
 loss       training loss, nats/token
 val_kl     held-out KL to the teacher, nats/token
-val_agree  held-out top-1 agreement with teacher
+val_agree  held-out top-1 agreement with the teacher, share
 gnorm      gradient norm before clipping
 lr         learning rate
 kd         each method's distillation term, nats/token
@@ -68,6 +68,8 @@ REFERENCES = {  # key in log.jsonl -> label
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
+N_DRAWN = 8  # students; more lines than these cannot be told apart
+COMPARED = ("pretrain", "vanilla_kd", "alra")  # are drawn in any case
 UNDRAWN = {*LOGGED, *REFERENCES, "val_teacher_entropy", "checkpoint_sec"} - {*PANELS}
 plt.rcParams |= {
     "backend": "Agg",  # files only, no window
@@ -124,7 +126,7 @@ def save(figure, path):
 
 
 def curves(seeds, path):
-    """Draw every term of every student as means over seeds.
+    """Draw every term as means over seeds, of at most `N_DRAWN` students.
 
     seeds  what `read_logs` returns, for each seed
     """
@@ -136,23 +138,36 @@ def curves(seeds, path):
             # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
+    names = numbers.index.unique("name")
+    kept = choose_drawn(numbers)
+    numbers = numbers[numbers.index.isin(kept, level="name")]
     drawn = numbers.dropna(axis=1, how="all").drop(columns=UNDRAWN, errors="ignore")
     keys = [key for key in {**PANELS, **drawn} if key in drawn]
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     for i, key in enumerate(keys):
         draw_panel(figure.add_subplot(n_rows, 3, i + 3 if i else (1, 3)), key, numbers)
+    if len(names) > len(kept):
+        figure.axes[0].plot([], label=f"not drawn: {len(names) - len(kept)}", color="none")
     # of all panels, as a student that has stopped may be missing in the first
     lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     figure.legend(handles=lines.values(), loc="outside right upper")
     save(figure, path)
 
 
+def choose_drawn(numbers) -> list[str]:
+    """Return the students to draw: COMPARED, then the lowest in held-out CE, METHOD@LABEL last."""
+    ces = numbers.get("val_ce", numbers["step"]).groupby(["name", "seed"]).last()
+    best_first = ces.groupby("name").mean().sort_values().index
+    return sorted(best_first, key=lambda name: (name not in COMPARED, "@" in name))[:N_DRAWN]
+
+
 def draw_panel(axis, key, numbers):
     """Draw one term of all students: its mean over seeds, and their range.
 
     A panel of CE or KL ends at 1.7 times the lowest one: the first updates, and a student far
-    above the others, may lie above. Reference CEs are numbers in the legend.
+    above the others, may lie above. Reference CEs are numbers in the legend, and dotted lines if
+    the panel reaches them.
     """
     points = numbers[key].dropna().groupby(["name", "tokens"]).agg(["mean", "min", "max"])
     for name, look in looks(numbers.index.unique("name")).items():
@@ -162,12 +177,16 @@ def draw_panel(axis, key, numbers):
             axis.fill_between(line.index, line["min"], line["max"], color=look["color"], alpha=0.15)
     if key in ("val_ce", "ce", "val_kl"):
         low = points["mean"].min()
-        axis.set_ylim(0.99 * low, 1.01 * min(1.7 * low, points["mean"].max()))
+        axis.set_ylim(0.97 * low, 1.01 * min(1.7 * low, points["mean"].max()))
     if key == "val_ce":
         for name, label in REFERENCES.items():
             if name in numbers:
-                axis.plot([], label=f"{label}: {numbers[name].max():.2f}", color="none")
-    axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
+                ce = numbers[name].max()
+                axis.axhline(ce, linestyle=":", color="black", label=f"{label}: {ce:.2f}")
+                place = axis.get_yaxis_transform()
+                axis.text(0.99, ce, label, transform=place, ha="right", va="bottom", clip_on=True)
+    title, *unit = PANELS.get(key, f"term: {key}").split(", ")
+    axis.set(title=title, xlabel="nominal tokens seen", ylabel=", ".join([key, *unit]))
 
 
 # --- the paper's Figures 3 and 4
@@ -181,7 +200,7 @@ def budgets_of(log, part) -> np.ndarray:
 def budget(logs) -> dict:
     """Return the distribution of d_u below d_max by student: early, late, the teacher as student.
 
-    A fixed budget has none.
+    A fixed budget has none. Panels are title -> (label of the y-axis, lines), as for `anchoring`.
     """
     panels = {}
     for name, log in logs.items():
@@ -190,6 +209,10 @@ def budget(logs) -> dict:
             own = own[1:] if len(own) > 1 else own  # the first is of untrained weights
             tenth = -(-len(own) // 10)  # rounded up
             stages = {"early": own[:tenth], "late": own[-tenth:]}
+            note = ""
+            if len(own) == 1:
+                stages = {"student": own}
+                note = "\none histogram: too few to compare early and late"
             teacher = budgets_of(log, "teacher")
             if teacher.shape[1:] == own.shape[1:]:
                 stages["teacher"] = teacher
@@ -198,8 +221,8 @@ def budget(logs) -> dict:
                 counts = histograms.sum(0)
                 below = counts[:-1].sum()
                 lines[f"{stage}: {below / counts.sum():.1%} below"] = counts[:-1] / max(below, 1)
-            title = f"{name}: share of the positions with d_u < d_max = {len(counts) - 1}"
-            panels[title] = pd.DataFrame(lines).rename_axis("local budget d_u [tokens]")
+            lines = pd.DataFrame(lines).rename_axis(f"local budget d_u, tokens{note}")
+            panels[name] = f"share of positions with d_u < {len(counts) - 1}", lines
     return panels
 
 
@@ -226,8 +249,8 @@ def anchoring(logs) -> dict:
     middles = np.arange(0.5, len(counts)) / len(counts)
     density = pd.DataFrame(densities, middles).rename_axis("teacher's probability")
     return {
-        f"density over {n.iloc[-1]:,} positions": density,
-        "running means": pd.DataFrame(means),
+        f"{n.iloc[-1]:,} positions": ("density", density),
+        "means up to an update": ("probability or share", pd.DataFrame(means)),
     }
 
 
@@ -239,8 +262,11 @@ def draw_histograms(logs, out) -> list[str]:
             n_columns = min(len(panels), 3)
             n_rows = -(-len(panels) // 3)
             figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
-            for i, (title, lines) in enumerate(panels.items(), 1):
-                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
+            for i, (title, (label, lines)) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(n_rows, n_columns, i)
+                # a single point has no line
+                marker = "o" * (len(lines) == 1)
+                lines.plot(ax=axis, title=title[-40:], ylabel=label, marker=marker)
             save(figure, out / f"{name}.png")
             drawn.append(name)
     return drawn
@@ -253,9 +279,9 @@ def draw_histograms(logs, out) -> list[str]:
 def choices(text, folder) -> list[dict]:
     """Return what ALRA chooses after each token of a text. The text is the forward batch.
 
-    An entry for each token: the text before it, the words of its candidates, the probabilities
-    that teacher and student give them, how many are local, and whether the first was an anchor
-    that the student had not proposed.
+    An entry for each token: the text before it, the token that came next, the words of its
+    candidates and which of them came next, the probabilities that teacher and student give them,
+    how many are local, and whether the first was an anchor that the student had not proposed.
     """
     c = open_checkpoint(str(folder))
     hyper = c.run["made_by"]["hyper"] if c.run else {}
@@ -275,7 +301,9 @@ def choices(text, folder) -> list[dict]:
         entries.append(
             {
                 "before": c.tokenizer.decode(ids[1 : u + 1]),
+                "next": ascii(c.tokenizer.decode([ids[u + 1]])),
                 "candidates": [ascii(c.tokenizer.decode([token])) for token in candidates],
+                "is_next": (candidates == ids[u + 1]).tolist(),
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
                 "d_u": int(terms.d_u[u]),
@@ -295,12 +323,25 @@ def sentence(entries, path):
         bars.plot.barh(ax=axis, width=0.8, legend=False)
         d_u = entry["d_u"]
         shade = axis.axhspan(-0.5, d_u - 0.5, color="lemonchiffon", zorder=0)
-        axis.set_yticks(range(n_rows), [word[:11] for word in entry["candidates"]], size=7)
+        words = [word[:11] for word in entry["candidates"]]
+        which = ", no candidate"
+        if True in entry["is_next"]:
+            at = entry["is_next"].index(True)
+            words[at] = f"→ {words[at]}"
+            which = ""
+        axis.set_yticks(range(n_rows), words, size=7)
         if entry["is_added"]:
             axis.get_yticklabels()[0].set_color("red")
         axis.invert_yaxis()
         axis.grid(False)
-        axis.set_title(f"after {entry['before']!r}\nlocal set: {d_u} of {n_rows} candidates")
+        axis.locator_params(axis="x", nbins=5)
+        before = ascii(entry["before"])
+        if len(before) > 22:
+            before = f"..{before[-21:]}"
+        axis.set_title(
+            f"after {before}\ncame next: {entry['next'][:20]}{which}\n"
+            f"local set: {d_u} of {n_rows} candidates"
+        )
         masses = bars[:d_u].sum()
         axis.set_xlabel(
             f"probability\nmass of the local set:\n"
@@ -309,7 +350,10 @@ def sentence(entries, path):
     figure.legend(
         [*axis.containers, shade], [*bars, "local set"], loc="outside upper center", ncols=3
     )
-    figure.supxlabel("red: the anchor, where the student had not proposed it", color="red")
+    figure.supxlabel(
+        "red: the anchor, where the student had not proposed it; →: the token that came next",
+        size=10,
+    )
     save(figure, path)
     write_lines(path.with_suffix(".jsonl"), entries)
 

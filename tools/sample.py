@@ -3,7 +3,8 @@
     python tools/sample.py out/demo/alra --prompt "def" --tokens 80 --temperature 0.8
     python tools/sample.py demo/teacher out/demo/alra --prompt "def"
 
-A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. An empty prompt
+A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. The folder of a
+run stands for its students. An empty prompt
 is the start of a document; do not end one in a blank, which most tokenizers join to the next word.
 The text ends with the document, after --tokens, or where the model's context is full. Temperature 0
 takes the most likely token each time.
@@ -40,7 +41,9 @@ if __name__ == "__main__":
 
 import torch
 
+from lib.hf import find_folder
 from lib.metrics import logits_of
+from run.results import students_of
 from run.saved_models import Checkpoint, open_checkpoint
 
 
@@ -71,9 +74,10 @@ def encode(c: Checkpoint, prompt: str) -> list[int]:
 
 def main(argv):
     args = arguments(argv)
-    for name in args.names:
+    names = students_of(args.names, lambda folder: find_folder(str(folder)) != folder)
+    for name in names:
         c = open_checkpoint(name)
-        if len(args.names) > 1:
+        if len(names) > 1:
             print(f"--- {name}")
         torch.manual_seed(args.seed)
         ids = generate(c, encode(c, args.prompt), args)

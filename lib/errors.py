@@ -13,10 +13,7 @@ class UserError(ValueError):
     """
 
     is_shared = False  # whether all processes of a run raise it (lib/parallel.py)
-
-    def __init__(self, message, exit_code: int = 1):
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = 1
 
 
 def note(text):

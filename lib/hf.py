@@ -134,9 +134,7 @@ def save_tokenizer(folder, tokenizer):
 
 def generation_ids(tokenizer) -> dict[str, int]:
     """Return the ids that generation needs, by the keys of generation_config.json."""
-    pad = tokenizer.pad_token_id
-    pad = tokenizer.eos_token_id if pad is None else pad
-    return special_ids(tokenizer) | {"pad_token_id": pad}
+    return special_ids(tokenizer) | {"pad_token_id": tokenizer.eos_token_id}
 
 
 def special_ids(tokenizer) -> dict[str, int]:

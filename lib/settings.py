@@ -53,8 +53,6 @@ def checked(name, value: object, kind) -> object:
 
 def plain(value: object) -> object:
     """Return a value with Python's numbers in place of numpy's."""
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
     if type(value) is dict:
         return {key: plain(x) for key, x in value.items()}
     return value.item() if getattr(value, "ndim", None) == 0 else value

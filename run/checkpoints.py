@@ -329,16 +329,17 @@ def model_card(s, run) -> str:
     """Return what is in a student's folder, in Markdown."""
     facts = student_facts(s, run)
     log = files.read_lines(s.folder / "log.jsonl")
-    values = {
-        "teacher": facts["teacher_used"],
-        "method": f"{s.name} {facts['made_by']['hyper']}",
-        "rows": f"{run.step * run.cfg.batch_rows:,} of {run.cfg.data_dir}",
-        "tokens": f"{run.valid_tokens:,.0f}",
-        "held-out CE, nats/token": [x["val_ce"] for x in log if "val_ce" in x][-1:],
-        "commit": facts["git_commit"],
-    }
-    lines = [f"- {key}: {value}\n" for key, value in values.items()]
-    return f"# {s.name}\n\nA language model, trained by logit distillation.\n\n{''.join(lines)}"
+    return f"""# {s.name}
+
+A language model, trained by logit distillation.
+
+- teacher: {facts["teacher_used"]}
+- method: {s.name} {facts["made_by"]["hyper"]}
+- rows: {run.step * run.cfg.batch_rows:,} of {run.cfg.data_dir}
+- tokens: {run.valid_tokens:,.0f}
+- held-out CE, nats/token: {[x["val_ce"] for x in log if "val_ce" in x][-1:]}
+- commit: {facts["git_commit"]}
+"""
 
 
 def save_checkpoints(live, run):
@@ -351,8 +352,7 @@ def save_checkpoints(live, run):
     say_if_unsaved(run)
     copies = []
     out = Path(run.cfg.out_dir)
-    logs = (*out.glob("*.jsonl"), *out.glob("*/*.jsonl"))
-    sizes = {f"{file.relative_to(out)}": file.stat().st_size for file in logs}
+    sizes = {f"{x.relative_to(out)}": x.stat().st_size for x in out.rglob("*.jsonl")}
     for s in live:
         tensors = {  # all that training has changed
             "model": s.scored.state_dict(),

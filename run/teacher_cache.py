@@ -104,10 +104,10 @@ class CachedTeacher:
             )
         if len(bad):
             states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
-            raise UserError(
-                f"{states.file}: row {bad[0]} is damaged; the same command computes it anew",
-                exit_code=TRY_AGAIN,
-            )
+            message = f"{states.file}: row {bad[0]} is damaged; the same command computes it anew"
+            error = UserError(message)
+            error.exit_code = TRY_AGAIN
+            raise error
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
         if self.head.device.type == "cuda":
             h = h.pin_memory()

@@ -361,13 +361,13 @@ def sentence(entries, path):
 def main(argv):
     args = arguments(argv)
     out = args.out or args.folders[0]
-    entries = read_lines(out / "sentence.jsonl")
     if args.text:
         entries = choices(args.text, args.folders[0])
     else:
         logs = read_logs(args.folders)
         curves([logs], out / "curves.png")
         draw_histograms(logs, out)
+        entries = read_lines(out / "sentence.jsonl", ["next", "is_next"])  # older ones lack them
     if entries:
         sentence(entries, out / "sentence.png")
 

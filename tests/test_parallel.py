@@ -59,7 +59,7 @@ def wide(tiny, tmp_path_factory):
     shutil.copytree(tiny / "data", root / "data")
     tokenizer = load_tokenizer(world.DEMO)
     world.make_model(TEACHER).save_pretrained(root / "teacher", tokenizer)
-    init_student(STUDENT).save_pretrained(root / "student")
+    init_student(STUDENT).save_pretrained(root / "student", tokenizer)
     (root / "data0").symlink_to(root / "data")
     (root / "teacher0").symlink_to(root / "teacher")
     shutil.copytree(root / "teacher", root / "teacher1")

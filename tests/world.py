@@ -111,7 +111,8 @@ def make_world(root):
     write_rows(root / "data", "train", 97, seed=1)
     write_rows(root / "data", "val", 7, seed=2)
     make_model().save_pretrained(root / "teacher", load_tokenizer(DEMO))
-    init_student(STUDENT).save_pretrained(root / "student")
+    # with a tokenizer its config.json is read without transformers, which is faster
+    init_student(STUDENT).save_pretrained(root / "student", load_tokenizer(DEMO))
     return root
 
 

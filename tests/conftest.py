@@ -3,6 +3,8 @@
 It is set before torch is imported.
 """
 
+import functools
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -17,14 +19,18 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
-
-import lib.torch_setup  # noqa: E402, F401  (before any test computes)
+importlib.metadata.version = functools.cache(importlib.metadata.version)  # each run asks for three
 
 
 def pytest_configure(config):
     """Kernels of the CPU are compiled in seconds: by no pool of compilers, and without vectors."""
     if config.option.markexpr != "gpu":
         os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+
+
+def pytest_collectstart():
+    """Before any test computes. The process that only hands tests out to workers needs no torch."""
+    import lib.torch_setup  # noqa: F401
 
 
 @pytest.fixture

@@ -159,6 +159,7 @@ def test_equal_flops_mean_more_updates_without_a_teacher():
 def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_path, monkeypatch):
     plain = tuple(m for m in STUDY.methods if "@" not in m)
     argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(plain)}"]
+    argv += ["--max_steps=30", "--schedule_steps=30", "--warmup_steps=3"]
     labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
     students = [*planned(*argv)[1], *planned(*argv, *labelled)[1]]
     make_folders(tmp_path)

@@ -363,9 +363,11 @@ def pristine(tmp_path_factory):
     """Text, models, rows, a finished run, and a stopped one: a copy, and the contents."""
     kept = tmp_path_factory.mktemp("faults") / "kept"
     shape = {"vocab_size": 259, "rope_theta": 1e4, "max_position_embeddings": 64}
-    init_student(Qwen2Config(8, 13, 1, 2, 1, **shape)).save_pretrained(kept / "student")
+    tokenizer = world.make_tokenizer()
+    student = init_student(Qwen2Config(8, 13, 1, 2, 1, **shape))
+    student.save_pretrained(kept / "student", tokenizer)
     teacher = world.make_model(Qwen2Config(12, 13, 1, 2, 1, **shape))
-    teacher.save_pretrained(kept / "teacher", world.make_tokenizer())
+    teacher.save_pretrained(kept / "teacher", tokenizer)
     world.write_text(kept / "text/a.jsonl", 30)
     world.write_text(kept / "text/b.jsonl", 10, seed=2)
     (kept / "cfg.py").write_text(CONFIG)

@@ -29,8 +29,9 @@ def folder(tmp_path, monkeypatch):
     rows = np.full((9, 25), PAD, np.uint32)
     for n, row in enumerate(rows):
         row[: 25 - 2 * n] = ids[25 * n : 25 * n + 25 - 2 * n]
+    facts = {"tokenizer": DEMO, "vocab_size": 4096, "unigram_ce": 7.0}
     for name in ("train", "val"):
-        world.write_rows(tmp_path / "data/demo", name, ids=rows, unigram_ce=7.0)
+        world.write_rows(tmp_path / "data/demo", name, ids=rows, **facts)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -11,9 +11,9 @@ from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper_numbers import NAMES
 from tests.world import (
-    DEMO,
     ROOT,
     STUDENT,
+    TOKENIZER,
     make_model,
     read_jsonl,
     write_jsonl,
@@ -258,7 +258,7 @@ def test_budget_and_anchoring_count_by_hand(logged, drawn):
 
 def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
     """How they look is in the picture of the lesson."""
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(TOKENIZER)
     models = [make_model(), make_model(STUDENT, seed=9)]
     models[0].save_pretrained(tmp_path / "t", tokenizer)
     hyper = {"d_max": 5, "tau": 2.0}

@@ -123,8 +123,7 @@ def run(copy, monkeypatch, capfd):
         if script.startswith("examples/"):
             return "run by a test of its own"
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        is_long = script == "study/compare.py" and "--report" not in command
-        if is_long or script == "tools/bench.py":  # their own tests run them
+        if script in ("study/compare.py", "tools/bench.py"):  # their own tests run them
             return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
         if script == "train.py":
             cfg = configure.load(argv)
@@ -164,8 +163,8 @@ def run(copy, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_every_command_runs(run, monkeypatch):
-    for slow in ("matplotlib.figure.Figure.savefig", "study.report.pictures"):
-        monkeypatch.setattr(slow, lambda *_, **__: [])  # tested elsewhere
+    # tested elsewhere
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     found = all_commands()
     assert len(found) > 40
     for script in ("torchrun", "tools/plot.py", "make demo"):
@@ -372,6 +371,7 @@ def test_the_example_prints_what_the_page_says(capsys):
     assert f"```text\n{capsys.readouterr().out}```" in LESSON
 
 
+@pytest.mark.slow  # its imports are those of the example, in the same process
 def test_a_trainer_steps_along_the_gradient_of_alra(tiny, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     student = load(tiny / "student")

@@ -36,6 +36,7 @@ from run.transformers_models import check_logits, is_near
 from tests.test_losses import assert_near
 from tests.world import (
     DEMO,
+    TOKENIZER,
     V,
     assert_same,
     config,
@@ -51,7 +52,7 @@ from tests.world import (
 
 SMALL = json.loads("""{
 "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4,
-"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 64,
+"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64,
 "initializer_range": 0.3, "pad_token_id": 0
 }""")
 ONE_LAYER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -103,7 +104,7 @@ IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that saves a random model with the demo's tokenizer in a folder."""
+    """Return a function that saves a random model with a tokenizer in a folder."""
 
     def make(family, keys):
         torch.manual_seed(3)
@@ -114,7 +115,7 @@ def make(tmp_path):
                 p.add_(torch.randn_like(p) * 0.2)  # norms and biases too
         folder = f"{tmp_path}/teacher"
         model.save_pretrained(folder)
-        load_tokenizer(DEMO).save_pretrained(folder)
+        load_tokenizer(TOKENIZER).save_pretrained(folder)
         return folder
 
     return make
@@ -225,7 +226,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
     for pad_t, pad_s in ((0, 0), (5, 0), (0, 7), (5, 7)):
         teacher = Qwen2.from_pretrained(wide)
         teacher.cut(V + pad_t)
-        teacher.save_pretrained(tmp_path / "cut", load_tokenizer(DEMO))
+        teacher.save_pretrained(tmp_path / "cut", load_tokenizer(TOKENIZER))
         student = init_student(shape)
         student.cut(V + pad_s)
         student.save_pretrained(folder)
@@ -238,7 +239,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(TOKENIZER)
     tokenizer.add_tokens(tokenizers.AddedToken("<image>", special=special))
     if special:
         check_vocabulary("teacher", V, tokenizer)
@@ -414,7 +415,7 @@ def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_pa
     """One has a cap on its logits, one a padded vocabulary. Record, cache and eval.py know all."""
     padded = tmp_path / "padded"
     small = Qwen2Config(16, 24, 1, 2, 1, vocab_size=V + 8)
-    init_student(small, 3).save_pretrained(padded, load_tokenizer(DEMO))
+    init_student(small, 3).save_pretrained(padded, load_tokenizer(TOKENIZER))
     capped = make("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8})
     names = [f"{tiny}/teacher", capped, f"{padded}"]
     teacher = load(",".join(names))

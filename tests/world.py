@@ -26,10 +26,11 @@ from model import Qwen2Config, init_student
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
-DEMO = f"{ROOT}/demo/teacher"  # the tokenizer of all rows here unless another is named
+DEMO = f"{ROOT}/demo/teacher"
+TOKENIZER = f"{ROOT}/tests/tokenizer"  # of all rows here unless another is named
 EOS = "<|endoftext|>"
 BOS = "<s>"
-V = 4096
+V = 512  # of a larger vocabulary a run takes longer
 SEQ = 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
@@ -82,7 +83,7 @@ def write_text(file, n=40, seed=1):
     return file
 
 
-def write_rows(folder, name, n=97, seed=1, ids=None, tokenizer=DEMO, **facts):
+def write_rows(folder, name, n=97, seed=1, ids=None, tokenizer=TOKENIZER, **facts):
     """Write NAME.bin and its manifest as prepare.py does. Returns the ids.
 
     ids    None: n random rows of unequal lengths
@@ -110,8 +111,9 @@ def make_world(root):
     """Make what `flags` names: data/ (97 rows and 7), teacher/ with a tokenizer, and student/."""
     write_rows(root / "data", "train", 97, seed=1)
     write_rows(root / "data", "val", 7, seed=2)
-    make_model().save_pretrained(root / "teacher", load_tokenizer(DEMO))
-    init_student(STUDENT).save_pretrained(root / "student")
+    make_model().save_pretrained(root / "teacher", load_tokenizer(TOKENIZER))
+    # with a tokenizer its config.json is read without transformers, which is faster
+    init_student(STUDENT).save_pretrained(root / "student", load_tokenizer(TOKENIZER))
     return root
 
 

@@ -406,6 +406,7 @@ class Qwen2(nn.Module):
         tokenizer  a `PreTrainedTokenizerFast` to write beside the model
         weights    the unsharded tensors by name, if this model's are sharded
         """
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
         if type(self) is not Qwen2:

@@ -192,7 +192,6 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     shape   a dict of the fields of the decoder's config, which is changed
     """
     norm = weights["model.norm.weight"]
-    folder.parent.mkdir(exist_ok=True)  # not its parents: a run makes its own folder once
     with atomic_folder(folder) as new:
         bias = shape.pop("attention_bias")
         kind = "qwen3" if shape.pop("qk_norm") else "llama"

@@ -190,13 +190,13 @@ class Foreign(nn.Module):
 
         weights  the tensors by name, unsharded
         """
+        folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name.removeprefix("lm."): p for name, p in weights.items()}
         dtype = next(iter(tensors.values())).dtype
         with torch.device("meta"):  # training may go on with this model in another thread
             model = self.config.build(dtype)
         model.config.get_text_config().update(special_ids(tokenizer))
         model.generation_config.update(**generation_ids(tokenizer))
-        folder.parent.mkdir(exist_ok=True)
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             save_tokenizer(new, tokenizer)

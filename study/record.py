@@ -88,13 +88,15 @@ def read_student(end: Path) -> dict:
     if facts["made_by"].get("teacher_sha256"):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
     facts["log"] = read_log(folder)
-    last = next((line for line in reversed(facts["log"]) if "step" in line), {})
-    if "why" not in facts and "val_ce" not in last:  # a run ends with a validation
+    entries = [line for line in facts["log"] if "step" in line]
+    end = max((line["step"] for line in entries), default=None)
+    ces = {line["step"]: line["val_ce"] for line in entries if "val_ce" in line}
+    if "why" not in facts and end not in ces:  # a run ends with a validation
         raise UserError(
             f"{folder}/log.jsonl: lacks the last held-out CE; restore it, or delete "
             f"{folder.parent}, and the same command trains it anew"
         )
-    facts["val_ce"] = last.get("val_ce")
+    facts["val_ce"] = ces.get(end)
     return facts
 
 

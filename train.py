@@ -179,8 +179,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
-    From here to an objective: for each forward batch, `head_losses` (run/methods.py) calls
-    `HeadLoss.add`, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
+    From here to an objective: `head_losses` (run/methods.py) calls `HeadLoss.add` for one or more
+    forward batches, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
     """
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
@@ -192,8 +192,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
         heads = [s.model.head for s in students]  # if sharded, whole from `hidden` to backward
         inputs = zip(h_s, heads, methods, strict=True)
-        # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
-        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
+        # runs the heads forward and backward, with the logits of some positions at a time
+        results = head_losses(inputs, h_t, head_t, y, cfg.chunk_positions, cfg.group, cfg.compile)
         for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
             if s.method.term:
                 loss = loss + term_of(s, h, h_t, y, cfg.group)
@@ -378,7 +378,10 @@ def distil(cfg) -> int:
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update
         # lowered to a divisor of the share, so that all micro-batches have the same size
         micro_batch = math.gcd(share, cfg.micro_batch or share)
-        code = train_students(dataclasses.replace(cfg, micro_batch=micro_batch))
+        chunk = startup.positions_at_once(cfg)
+        code = train_students(
+            dataclasses.replace(cfg, micro_batch=micro_batch, chunk_positions=chunk)
+        )
     parallel.stop()  # not after an error: it may wait for a process that is lost
     return code
 

@@ -70,17 +70,24 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     """Yield this process's micro-batches of the updates `steps`.
 
     A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
-    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). The rows of
-    an update depend on no earlier one.
+    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). A thread
+    reads the rows ahead, while the caller's runs the teacher.
+    """
+    for x, y, n_valid, index in read_ahead(read_rows(rows, steps, cfg)):
+        yield x, y, n_valid, teacher.hidden(x, rows, index) if teacher else None
+
+
+def read_rows(rows, steps: Iterable[int], cfg):
+    """Yield x, y, the number of labels, and the rows' indices [B], of each micro-batch.
+
+    The rows of an update depend on no earlier one.
     """
     shuffle_seed = cfg.seed if cfg.shuffle else None
     for step in steps:
         order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
         # [processes, micro-batches, rows]
         for index in order.reshape(parallel.world(), -1, cfg.micro_batch)[parallel.rank()]:
-            x, y, n_valid = rows.batch(index, torch.device(cfg.device))
-            h_t = teacher.hidden(x, rows, index) if teacher else None
-            yield x, y, n_valid, h_t
+            yield *rows.batch(index, torch.device(cfg.device)), index
 
 
 def timed(batches: Iterable, run) -> Iterator:
@@ -236,7 +243,7 @@ def loop(run, rows, val, teacher, students):
     cfg = run.cfg
     live = resume(students, run)
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if not teacher or teacher.is_stored:  # no model runs, so a thread may read ahead
+    if teacher and teacher.is_stored:  # no model runs, so a thread may look up ahead
         stream = read_ahead(stream)
     stream = timed(stream, run)
     is_hidden = parallel.rank() > 0 or None  # None: unless on a terminal

@@ -155,8 +155,9 @@ class Config:
     teacher_cache: bool = False
     # compute the students' activations again in the backward pass: less memory, more time
     recompute: bool = False
-    # positions whose logits exist at a time, at most, if the objective allows it
-    chunk_positions: PositiveInt = 512
+    # positions whose logits exist at a time, if the method allows it: several forward batches, or a
+    # part of one. None: on a GPU by memory (docs/running.md), else one forward batch, at most 512
+    chunk_positions: PositiveInt | None = None
     # torch.compile the objectives and the decoder layers; needs a C or C++ compiler
     compile: bool = False
     # processes over which the weights of students and teacher are sharded; 1: not sharded

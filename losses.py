@@ -53,13 +53,12 @@ from lib.settings import (
 from lib.vocab import (
     IGNORE,
     LEAST,
-    Batch,
     binary_kl,
     differences,
     kl,
     log_softmax,
+    over_batch,
     valid_mean,
-    whole_batch,
 )
 
 # ----------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def alra(
     pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive",
     detach_weights: bool = True,
-    batch: Batch | None = None,
+    batch=None,
 ) -> AlraTerms:
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1.
 
@@ -134,7 +133,7 @@ def alra(
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
                      could change the weights would lower its loss by weighting badly matched pairs
                      less
-    batch            set by the caller if this call sees a chunk of a forward batch (`whole_batch`)
+    batch            set by the caller unless these positions are one forward batch (`over_batch`)
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     V = z_s.shape[1]
@@ -155,9 +154,8 @@ def alra(
     # in fp64, which is cheap at this size: equal logits in fp32 and fp64 then get equal budgets
     log_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
     support = (-log_rho.exp() * log_rho).sum(-1).exp()  # E_u, Eq. 6
-    whole = whole_batch(support, valid, batch)  # of which these positions may be a chunk
-    mean_support = valid_mean(whole.values, whole.valid)  # Eq. 7
-    relative = support / (mean_support + eps)
+    # E_u over its mean in the forward batch (Eq. 7), [N]
+    relative = over_batch(lambda e, v: e / (valid_mean(e, v) + eps), support, valid, batch)
     # Eq. 8: a position of average support or more has d_max
     d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()
     # logits / tau of d_max + 1 categories, the candidates and all tokens outside C ("others"), and
@@ -373,7 +371,7 @@ def atkd(
     *,
     tau: Positive = 1.0,
     easy_weight: UnitInterval = 0.5,
-    batch: Batch | None = None,
+    batch=None,
 ) -> Tensor:
     """ATKD (Zhong et al. 2024): easy positions learn the non-targets, hard ones the target too.
 
@@ -390,14 +388,18 @@ def atkd(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     log_odds_t, log_odds_s, dkd_u = _target_split(z_t, z_s, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
-    unc = -log_odds_t
-    whole = whole_batch(unc, valid, batch)
-    easy = whole.valid & (whole.values < vocab.lower_median(whole.values, whole.valid))
-    hard = whole.valid & ~easy
-    n = whole.valid.sum().double()
-    loss_easy = easy_weight * n / easy.sum().clamp(min=1) * dkd_u
-    loss_hard = (1 - easy_weight) * n / hard.sum().clamp(min=1) * (tkd_u + dkd_u)
-    loss = torch.where(easy[whole.here], loss_easy, loss_hard)
+
+    def halves(unc, valid):
+        """Return the weight of each position, negative where it is easy, [M]."""
+        easy = valid & (unc < vocab.lower_median(unc, valid))
+        hard = valid & ~easy
+        n = valid.sum().double()
+        w_easy = easy_weight * n / easy.sum().clamp(min=1)
+        w_hard = (1 - easy_weight) * n / hard.sum().clamp(min=1)
+        return torch.where(hard, w_hard, -w_easy).to(unc.dtype)
+
+    weight = over_batch(halves, -log_odds_t, valid, batch)
+    loss = weight.abs() * torch.where(weight > 0, tkd_u + dkd_u, dkd_u)
     return leave(loss, valid)
 
 
@@ -515,7 +517,7 @@ def tad(
     beta: NonNegative = 2.0,
     norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
-    batch: Batch | None = None,
+    batch=None,
 ) -> Tensor:
     """TAD (Dasgupta et al. 2026): KL over head tokens and tail mass, weighted KL within the tail.
 
@@ -545,16 +547,20 @@ def tad(
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     log_w = tail
-    if norm == "sequence":
-        whole = whole_batch(tail, valid, batch)
-        M = len(whole.values)
+
+    def relative(tail, valid):
+        """Return ln of each tail mass over its mean in the sequence, [M]."""
+        M = len(tail)
         if n_sequences < 1 or M % n_sequences:
             raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={M}")
-        log_each = whole.values.view(n_sequences, -1)  # [sequences, positions]
-        valid_each = whole.valid.view(n_sequences, -1)
-        n_each = valid_each.sum(-1, keepdim=True).to(log_w.dtype)
+        log_each = tail.view(n_sequences, -1)  # [sequences, positions]
+        valid_each = valid.view(n_sequences, -1)
+        n_each = valid_each.sum(-1, keepdim=True).to(tail.dtype)
         log_sum = log_each.masked_fill(~valid_each, LEAST).logsumexp(-1, keepdim=True)
-        log_w = (log_each - log_sum + n_each.log()).flatten()[whole.here]
+        return (log_each - log_sum + n_each.log()).flatten()
+
+    if norm == "sequence":
+        log_w = over_batch(relative, tail, valid, batch)
     w = 1.0 if norm == "unit" else log_w.exp()
     loss = kl(x_t, x_s) + beta * w * others_kl
     return leave(loss, valid)
@@ -921,7 +927,7 @@ def sekd(
     *,
     tau: Positive = 2.0,
     keep: PositiveFraction = 0.2,
-    batch: Batch | None = None,
+    batch=None,
 ) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) where the student is least sure.
 
@@ -932,14 +938,18 @@ def sekd(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     uniform = z_s.new_zeros(()).expand_as(z_s)
     certainty = vocab.full_kl(z_s.detach(), uniform, tau=1.0)  # ln V - entropy
-    whole = whole_batch(certainty, valid, batch)
-    n_valid = whole.valid.sum()
-    has_enough = (n_valid >= 3) | (keep == 1)
-    n_kept = (keep * n_valid.double()).ceil() * has_enough
-    kept = whole.valid & (vocab.falling_rank(-whole.values, whole.valid) < n_kept)
-    factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.full_kl(z_t, z_s, tau) * factor
-    return leave(loss, kept[whole.here])
+
+    def weights(certainty, valid):
+        """Return n_valid / n_kept where a position is kept, else 0, [M]."""
+        n_valid = valid.sum()
+        has_enough = (n_valid >= 3) | (keep == 1)
+        n_kept = (keep * n_valid.double()).ceil() * has_enough
+        kept = valid & (vocab.falling_rank(-certainty, valid) < n_kept)
+        return (kept * (n_valid / n_kept.clamp(min=1))).to(certainty.dtype)
+
+    weight = over_batch(weights, certainty, valid, batch)
+    loss = tau**2 * vocab.full_kl(z_t, z_s, tau) * weight
+    return leave(loss, weight > 0)
 
 
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
@@ -1030,8 +1040,8 @@ class Method(NamedTuple):
     # Class of modules, made with the widths D_s and D_t, and with settings as keywords. What its
     # forward(h_s [B, T, D_s], h_t [B, T, D_t], y [B, T]) returns, [], is added to the loss.
     term: Callable | None = None
-    # Whether a forward batch may be divided into chunks of positions. An objective whose positions
-    # depend on each other then takes `batch` (see `whole_batch`).
+    # Whether a call may see a chunk of a forward batch, or several forward batches. An objective
+    # whose positions depend on each other then takes `batch` (see `over_batch`).
     in_chunks: bool = False
 
     @property
@@ -1123,11 +1133,11 @@ def method_loss(
 
     An objective that is a module is made anew by each call. To keep one, call it in its place.
     """
-    method = with_sequences(built(resolve(name, **settings)), n_sequences)
+    method = with_given(built(resolve(name, **settings)), n_sequences=n_sequences)
     if method.has_teacher and z_t is None:
         raise UserError("z_t: this method needs teacher logits, got None")
-    loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = (y != IGNORE).sum().clamp(min=1)
+    loss, sums = mean_loss(method, z_s, z_t, y, n_valid)
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
@@ -1140,13 +1150,14 @@ def position_weight(z_s, z_t, y) -> Tensor | float:
     return 1.0
 
 
-def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, n) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective
-    n            number of valid positions in the forward batch, if these are a chunk of it
-    ->           loss []: the sum over these positions, divided by n; and a dict of sums over the
-                 valid ones: `loss`, `kd` (with a teacher), `ce`, and the objective's parts
+    z_s, z_t, y  as for an objective, of one forward batch, of several, or of a chunk of one
+    n            [] or [N] number of valid positions in each position's forward batch, at least 1
+    ->           loss []: the sum over these positions of each one's loss, divided by its n; and a
+                 dict of sums over the valid ones: `loss`, `kd` (with a teacher), `ce`, and the
+                 objective's parts
 
     A cross-entropy of constant weight 0 is logged, and costs no gradient.
     """
@@ -1168,16 +1179,13 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
-    if n is None:
-        n = valid.sum()
-    return loss.sum() / n.clamp(min=1), sums
+    return (loss / n).sum(), sums
 
 
-def with_sequences(method, n_sequences: int) -> Method:
-    """Set `n_sequences` if the objective has that keyword."""
-    if not takes(method.fn, "n_sequences"):
-        return method
-    return with_keywords(method, n_sequences=n_sequences)
+def with_given(method, **given) -> Method:
+    """Set those keywords of `GIVEN` that the objective has."""
+    had = {key: value for key, value in given.items() if takes(method.fn, key)}
+    return with_keywords(method, **had)
 
 
 def built(method) -> Method:

@@ -70,17 +70,24 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     """Yield this process's micro-batches of the updates `steps`.
 
     A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
-    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). The rows of
-    an update depend on no earlier one.
+    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). A thread
+    reads the rows ahead, while the caller's runs the teacher.
+    """
+    for x, y, n_valid, index in read_ahead(read_rows(rows, steps, cfg)):
+        yield x, y, n_valid, teacher.hidden(x, rows, index) if teacher else None
+
+
+def read_rows(rows, steps: Iterable[int], cfg):
+    """Yield x, y, the number of labels, and the rows' indices [B], of each micro-batch.
+
+    The rows of an update depend on no earlier one.
     """
     shuffle_seed = cfg.seed if cfg.shuffle else None
     for step in steps:
         order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
         # [processes, micro-batches, rows]
         for index in order.reshape(parallel.world(), -1, cfg.micro_batch)[parallel.rank()]:
-            x, y, n_valid = rows.batch(index, torch.device(cfg.device))
-            h_t = teacher.hidden(x, rows, index) if teacher else None
-            yield x, y, n_valid, h_t
+            yield *rows.batch(index, torch.device(cfg.device)), index
 
 
 def timed(batches: Iterable, run) -> Iterator:
@@ -179,8 +186,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
-    From here to an objective: for each forward batch, `head_losses` (run/methods.py) calls
-    `HeadLoss.add`, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
+    From here to an objective: `head_losses` (run/methods.py) calls `HeadLoss.add` for one or more
+    forward batches, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
     """
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
@@ -192,8 +199,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
         heads = [s.model.head for s in students]  # if sharded, whole from `hidden` to backward
         inputs = zip(h_s, heads, methods, strict=True)
-        # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
-        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
+        # runs the heads forward and backward, with the logits of some positions at a time
+        results = head_losses(inputs, h_t, head_t, y, cfg.chunk_positions, cfg.group, cfg.compile)
         for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
             if s.method.term:
                 loss = loss + term_of(s, h, h_t, y, cfg.group)
@@ -236,7 +243,7 @@ def loop(run, rows, val, teacher, students):
     cfg = run.cfg
     live = resume(students, run)
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if not teacher or teacher.is_stored:  # no model runs, so a thread may read ahead
+    if teacher and teacher.is_stored:  # no model runs, so a thread may look up ahead
         stream = read_ahead(stream)
     stream = timed(stream, run)
     is_hidden = parallel.rank() > 0 or None  # None: unless on a terminal
@@ -378,7 +385,10 @@ def distil(cfg) -> int:
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update
         # lowered to a divisor of the share, so that all micro-batches have the same size
         micro_batch = math.gcd(share, cfg.micro_batch or share)
-        code = train_students(dataclasses.replace(cfg, micro_batch=micro_batch))
+        chunk = startup.positions_at_once(cfg)
+        code = train_students(
+            dataclasses.replace(cfg, micro_batch=micro_batch, chunk_positions=chunk)
+        )
     parallel.stop()  # not after an error: it may wait for a process that is lost
     return code
 

@@ -338,27 +338,23 @@ def valid_mean(x, valid) -> Tensor:
     return x.masked_fill(~valid, 0.0).sum() / valid.sum().clamp(min=1)
 
 
-class Batch(NamedTuple):
-    """What an objective that sees N positions knows of the whole forward batch of M positions."""
+def over_batch(fn, values, valid, batch):
+    """Return fn(values, valid), which is computed for each forward batch, at these positions, [N].
 
-    values: Tensor  # [M] the objective's statistic, without gradient
-    valid: Tensor  # [M] bool
-    here: Tensor | slice  # [N] int64 indices of these positions among the M, or all
+    An objective whose positions depend on each other calls this once, with one number per position
+    [N], and with its own keyword `batch`. It may see a forward batch, several, or a chunk of one,
+    but `fn` always sees a forward batch of M positions.
 
-
-def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
-    """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
-
-    Call it once, with one number per position and your own keyword `batch`. In what it returns,
-    `values` are those of all M positions, and `values[here]` those of this call.
-
-    batch  the objective's keyword. None: it sees the whole forward batch. A list: the first of two
-           passes over chunks; the values are appended, and what the objective returns is not used.
-           A `Batch`: the second pass, with the values of all positions
+    fn     values [M] without gradient, valid [M] -> [M]
+    batch  None: the N positions are one forward batch. M: they are forward batches of M positions.
+           A list: they are a chunk, in the first of two passes; function and values are appended,
+           and what the objective returns is not used. A tensor [N]: the result, in the second pass
     """
-    if isinstance(batch, Batch):
+    if isinstance(batch, Tensor):
         return batch
     values = values.detach()
-    if batch is not None:
-        batch.append(values)
-    return Batch(values, valid, slice(None))
+    if isinstance(batch, list):
+        batch += fn, values
+        return values
+    M = batch or len(values)
+    return torch.cat([*map(fn, values.split(M), valid.split(M))])

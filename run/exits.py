@@ -60,8 +60,8 @@ def reported(cfg):
             yield
     except torch.OutOfMemoryError as error:
         message = (
-            f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "
-            "--shard=N, or fewer methods"
+            f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch "
+            "or chunk_positions, --shard=N, or fewer methods"
         )
         write_exit(cfg, 1, message)
         raise UserError(message) from error

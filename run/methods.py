@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lib import parallel
-from lib.errors import UserError
 from lib.head import AttachGradients, Head, OutputHead, add_mm, mm
 from lib.torch_setup import mend_compiler
-from lib.vocab import IGNORE, Batch
+from lib.vocab import IGNORE
 from losses import (
     METHODS,
     Method,
@@ -26,9 +25,8 @@ from losses import (
     default_settings,
     mean_loss,
     resolve,
-    takes,
+    with_given,
     with_keywords,
-    with_sequences,
 )
 
 # ----------------------------------------------------------------------------------------------
@@ -71,9 +69,12 @@ def compute_dtype(cfg) -> torch.dtype:
 
 def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
-    method = with_sequences(built(resolve(name, **cfg.overrides_of(name))), cfg.group)
-    if takes(method.fn, "generator"):
-        method = with_keywords(method, generator=None)  # `method_at` puts one here
+    method = with_given(
+        built(resolve(name, **cfg.overrides_of(name))),
+        n_sequences=cfg.group,
+        batch=cfg.group * cfg.seq_len,
+        generator=None,  # `method_at` puts one here
+    )
     if "generator" in method.hyper or isinstance(method.fn, nn.Module):
         method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
@@ -114,78 +115,81 @@ def seeded_generator(name, step, cfg) -> torch.Generator:
     return torch.Generator(cfg.device).manual_seed(seed)
 
 
-def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
+def head_losses(students, h_t, w_t, y, chunk, group=1, compile=False):
     """Return each student's loss and the sums of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
-              weight or `OutputHead`, and `Method`
+              weight or `OutputHead`, and the `Method` of `make_method`
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's, likewise; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
+    chunk     positions whose logits exist at a time, at most: those of several forward batches, or,
+              if the method is `in_chunks`, of a part of one
     group     rows per forward batch, a divisor of B
     compile   use torch.compile: one graph per method, settings and shape; not for random objectives
               and modules
-    chunk     positions whose logits exist at a time, at most, if the objective allows chunks
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached sums of its terms over all valid positions
 
     All students share the teacher's logits, and each gets the same bits as if it were alone.
     """
-    if len(y) % group:
-        raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
-    n_batches = len(y) // group
-    size = group * y.shape[1]  # positions of a forward batch
+    y = y.reshape(-1, group * y.shape[1])
+    n_batches, size = y.shape  # size: positions of a forward batch
+    n_valid = (y != IGNORE).sum(-1).clamp(min=1).repeat_interleave(size)  # [B * T]
     y = y.flatten()
+    n = chunk // size * size or size  # positions of the forward batches in one pass
+    while len(y) % n:  # as many in each pass: one shape, which compiles once
+        n -= size
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        heads = [HeadLoss(*student, y, compile) for student in students]
+        heads = [HeadLoss(*student, y, n_valid, compile) for student in students]
         divided = [head for head in heads if head.method.in_chunks and size > chunk]
         whole = [head for head in heads if head not in divided]
-        for first in range(0, len(y), size):
-            batch = slice(first, first + size)
+        for first in range(0, len(y), n):
+            here = slice(first, first + n)
             if whole:
-                z_t = teacher and teacher.logits(batch)
+                z_t = teacher and teacher.logits(here)
                 for head in whole:
-                    head.add(batch, z_t, head.method)
+                    m = n if head.method.in_chunks else size  # positions of one call
+                    for i in range(0, n, m):
+                        head.add(slice(first + i, first + i + m), teacher and z_t[i : i + m])
                 del z_t  # before those of a chunk are computed
             if divided:
-                add_chunks(divided, teacher, y, batch, chunk, compile)
-    results = []
-    for head in heads:  # loss and gradients are sums over the forward batches, to be divided
-        loss = AttachGradients.apply(head.loss, head.gradients, *head.inputs)
-        results.append((loss / n_batches, head.sums))
-    return results
+                add_chunks(divided, teacher, y, here, chunk, compile)
+    return [  # losses and gradients are sums over the forward batches, to be divided
+        (AttachGradients.apply(head.loss, head.gradients, *head.inputs) / n_batches, head.sums)
+        for head in heads
+    ]
 
 
 def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     """Add a forward batch to the students' losses, `chunk` positions at a time.
 
-    An objective that takes `batch` is called twice, first for what it needs of all positions.
+    An objective that takes `batch` is called twice, first for what it gives to `over_batch`.
     """
-    valid = y[batch] != IGNORE
-    n = valid.sum()
-    # A chunk is a slice of the micro-batch. Its indices in the forward batch are a tensor, as torch
-    # would compile anew for each slice.
     first = range(batch.start, batch.stop, chunk)
     chunks = [slice(i, min(i + chunk, batch.stop)) for i in first]
-    indices = torch.arange(len(valid), device=y.device).split(chunk)
-    statistic_of = compiled(statistic, y.device.type) if compile else statistic
-    values = {head: [] for head in heads if takes(head.method.fn, "batch")}
-    if values:  # each of these has a teacher
+    given_of = compiled(given_over_batch, y.device.type) if compile else given_over_batch
+    given = {head: [] for head in heads if "batch" in head.method.hyper}
+    if given:  # each of these has a teacher
         for here in chunks:
             z_t = teacher.logits(here)
-            for head, of_chunks in values.items():
+            for head, of_chunks in given.items():
                 z_s = head.logits(here)
-                of_chunks.append(statistic_of(head.method, z_s, z_t, y[here]))
+                of_chunks += given_of(head.method, z_s, z_t, y[here])
                 del z_s
             del z_t  # before those of the next chunk are computed
-    statistics = {head: torch.cat(of_chunks) for head, of_chunks in values.items()}
-    for here, index in zip(chunks, indices, strict=True):
+    results = {}
+    for head, of_chunks in given.items():
+        if of_chunks:  # settings like TAD's norm="unit" need none
+            fn, *_ = of_chunks
+            values = torch.cat(of_chunks[1::2])
+            results[head] = fn(values, y[batch] != IGNORE).split(chunk)
+    for i, here in enumerate(chunks):
         z_t = teacher and teacher.logits(here)
         for head in heads:
-            method = head.method
-            if head in statistics:
-                method = with_keywords(method, batch=Batch(statistics[head], valid, index))
-            head.add(here, z_t, method, n)
+            if head in results:
+                head.method = with_keywords(head.method, batch=results[head][i])
+            head.add(here, z_t)
         del z_t
 
 
@@ -196,11 +200,12 @@ class HeadLoss(Head):
     gradients  of the inputs: dh [B * T, D], dw [V, D] in fp32 or wider, and those of parameters
     loss       [] sum of the forward batches' mean losses
     sums       of the method's terms
+    n_valid    [B * T] number of valid positions in each position's forward batch, at least 1
 
     `here` is a slice of the B * T positions of the micro-batch.
     """
 
-    def __init__(self, h, w, method, y, compile):
+    def __init__(self, h, w, method, y, n_valid, compile):
         super().__init__(h, w, y)
         self.dh = torch.zeros_like(self.h)
         self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
@@ -208,6 +213,7 @@ class HeadLoss(Head):
         self.loss = 0.0
         self.sums = Counter()
         self.y = y
+        self.n_valid = n_valid
         self.method = method
         self.evaluate = evaluate
         if isinstance(method.fn, nn.Module):
@@ -220,14 +226,12 @@ class HeadLoss(Head):
         elif compile:
             self.evaluate = compiled(evaluate, y.device.type)
 
-    def add(self, here, z_t, method, n=None):
-        """Add loss and gradients of the positions `here`: a forward batch, or a chunk of one.
-
-        n  number of valid positions in the forward batch, if `here` is a chunk of it
-        """
+    def add(self, here, z_t):
+        """Add loss and gradients of the positions `here`: forward batches, or a chunk of one."""
         z_s = self.logits(here).requires_grad_()
-        y = self.y[here]
-        loss, sums, dz, *gradients = self.evaluate(method, self.w.dtype, z_s, z_t, y, n)
+        loss, sums, dz, *gradients = self.evaluate(
+            self.method, self.w.dtype, z_s, z_t, self.y[here], self.n_valid[here]
+        )
         if isinstance(self.head, OutputHead):
             dz = self.head.before_cap(dz, z_s)
         del z_s
@@ -261,7 +265,7 @@ def compiled(fn, device_type) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None, parameters=()):
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n, parameters=()):
     """Return what `mean_loss` returns, detached, and the gradients in z_s and in the parameters.
 
     The gradient in z_s, which must require it, is cast to `dtype`. Other arguments are those of
@@ -315,10 +319,8 @@ def seed_next(method):
 
 
 @torch.no_grad()
-def statistic(method, z_s, z_t, y) -> Tensor:
-    """Return what an objective must know of every position of a forward batch, [N]."""
-    method = with_sequences(method, 1)  # a chunk may end within a sequence
-    values = []
-    method.fn(z_s, z_t, y, **method.hyper, batch=values)
-    # settings like TAD's norm="unit" need none
-    return values[0] if values else torch.zeros(len(y), device=y.device)
+def given_over_batch(method, z_s, z_t, y) -> list:
+    """Return function and values [N] that an objective gives to `over_batch`, if it does."""
+    given = []
+    method.fn(z_s, z_t, y, **method.hyper | {"batch": given})
+    return given

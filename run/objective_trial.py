@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
-from losses import built, resolve, settings, takes
+from losses import built, resolve, settings, takes, with_given
 from run.log import LOGGED
 from run.methods import head_losses
 
 RESERVED = {*LOGGED, "kd", "ce", "term"}  # names that no part of an objective may have
 
 
-def check_settings(name, V: int, is_divided=True, /, **overrides):
+def check_settings(name, V: int, in_parts=True, /, **overrides):
     """Try a method at a vocabulary of V. Raises `UserError` if it cannot be trained as it is.
 
-    is_divided  whether the run computes a forward batch in chunks, if the method allows it
+    in_parts  whether a call of the objective may see more or less than one forward batch
     """
     settings(name)  # all have a kind
     method = resolve(name, **(resolve(name).hyper | overrides))  # checks those of the row too
@@ -29,12 +29,12 @@ def check_settings(name, V: int, is_divided=True, /, **overrides):
         raise UserError(f"{name}: both weights are zero; set w_kd or w_ce")
     if method.has_teacher:
         try:
-            try_method(method, V, is_divided)
+            try_method(method, V, in_parts)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
 
-def try_method(method, V, is_divided):
+def try_method(method, V, in_parts):
     """Call an objective on ordinary logits, with the labels 0, V - 1 and an ignored one.
 
     Settings that change during a run have their largest values.
@@ -43,7 +43,7 @@ def try_method(method, V, is_divided):
     largest.pop("w_kd", None)  # a weight, not a setting of the objective
     method = built(method._replace(hyper=method.hyper | largest, w_kd=1.0, w_ce=0.0))
     generator = torch.Generator().manual_seed(0)
-    N = max(8, min(32, 2**20 // V))
+    N = 2 * max(4, min(16, 2**19 // V))
     z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
     z *= torch.linspace(0.3, 3.0, N)[:, None]  # nearly uniform at the first position, peaked later
     y = torch.randint(V, (N,), generator=generator)
@@ -61,8 +61,8 @@ def try_method(method, V, is_divided):
         loss_of_kept, _ = loss_and_gradient(method, z[:, kept], y[kept])
         if not torch.allclose(loss_of_kept, loss[kept], rtol=1e-3, atol=1e-6):
             raise UserError("an ignored position changes others; use `enter` and `valid_mean`")
-    if is_divided and method.in_chunks:
-        check_chunks(method, V, y)
+    if in_parts and method.in_chunks:
+        check_parts(method, V, y.view(2, -1))
 
 
 def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
@@ -91,20 +91,20 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     return loss.detach(), gradient
 
 
-def check_chunks(method, V, y):
-    """Check that the halves of a forward batch have the gradient of the whole."""
-    N = len(y)
+def check_parts(method, V, y):
+    """Check that two forward batches at once, and halves of each, have the gradient of one each."""
+    M = y.shape[1]
     generator = torch.Generator().manual_seed(0)
-    # the later a position, the larger its logits: the halves differ in all that may be averaged
-    h_s, h_t = torch.randn(2, 1, N, 8, generator=generator) * torch.linspace(0.1, 1, N)[:, None]
+    h = torch.randn(2, 2, M, 8, generator=generator)  # student's and teacher's
+    # the later a position, the larger its logits: the parts differ in all that may be averaged
+    h_s, h_t = h * torch.linspace(0.1, 1, 2 * M).view(2, M, 1)
     w = torch.randn(V, 8, generator=generator)
     h_s.requires_grad_()
     gradients = []
-    for chunk in (N, (N + 1) // 2):
-        ((loss, _),) = head_losses([(h_s, w, method)], h_t, w, y[None], chunk=chunk)
+    for n in (M, M // 2, 2 * M):
+        ((loss, _),) = head_losses([(h_s, w, with_given(method, batch=M))], h_t, w, y, n)
         gradients += torch.autograd.grad(loss, h_s)
-    if (gradients[1] - gradients[0]).norm() > 1e-3 * gradients[0].norm():
-        raise UserError(
-            "half a forward batch has another gradient than the whole; use `whole_batch`, or set "
-            "in_chunks=False, or chunk_positions to at least group * seq_len"
-        )
+        if (gradients[-1] - gradients[0]).norm() > 1e-3 * gradients[0].norm():
+            message = "half a forward batch, or two at once, have another gradient than one; use "
+            remedy = "`over_batch`, in_chunks=False, or chunk_positions of group * seq_len"
+            raise UserError(message + remedy)

@@ -106,10 +106,23 @@ def check_config(cfg):
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)
     shape = student_shape(cfg)  # may download the teacher
-    is_divided = cfg.group * cfg.seq_len > cfg.chunk_positions
+    in_parts = cfg.group * cfg.seq_len != positions_at_once(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, shape.vocab_size, is_divided, **cfg.overrides_of(name))
+        check_settings(name, shape.vocab_size, in_parts, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
+
+
+def positions_at_once(cfg) -> int:
+    """Return `chunk_positions`, or its default if that is None.
+
+    On a GPU this is the largest power of two of which logits [N, V] in fp32 take at most 1.28 GB:
+    2,048 at V = 151,936. Elsewhere it is one forward batch, whose bits then do not depend on the
+    number of rows at a time.
+    """
+    default = min(cfg.group * cfg.seq_len, 512)
+    if cfg.device.startswith("cuda"):
+        default = 2 ** int(math.log2(320e6 / student_shape(cfg).vocab_size))
+    return cfg.chunk_positions or default
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:

@@ -525,7 +525,8 @@ def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
 def test_a_run_for_which_memory_is_too_small_is_one_line(folder, monkeypatch, capsys):
     error = torch.OutOfMemoryError("CUDA")
     monkeypatch.setattr(train, "open_teacher", mock.Mock(side_effect=error))
-    message = "set --recompute=True, a smaller micro_batch, --shard=N, or fewer methods"
+    ways = "a smaller micro_batch or chunk_positions, --shard=N, or fewer methods"
+    message = f"set --recompute=True, {ways}"
     assert run(NEW) == 1
     assert capsys.readouterr().err == f"UserError: out of memory on cpu: {message}\n"
 

@@ -45,13 +45,14 @@ def case(t=T, dtype=torch.float32, seed=0):
     return h_s, w_s, h_t, w_t, y
 
 
-def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, chunk=512, **settings):
+def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, chunk=None, **settings):
     """`head_losses` of one student, whose method is a name or a row."""
     if isinstance(method, str):
         method = losses.resolve(method, **settings)
-    method = losses.with_sequences(method, group)
+    method = losses.with_given(method, n_sequences=group, batch=group * y.shape[1])
     students = [(h_s, w_s, method)]
-    ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, group, compile, chunk)
+    chunk = chunk or group * y.shape[1]
+    ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, chunk, group, compile)
     return loss, in_fp64(sums)
 
 
@@ -103,6 +104,86 @@ def test_values_and_gradients_are_those_of_the_plain_path(name, group, chunk):
     _, _, gradient, _ = got
     assert gradient.any()
     assert not gradient[inputs[-1] == IGNORE].any()
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_forward_batches_together_are_as_one_by_one(name, group):
+    """With the method that a run makes: loss, sums of terms, gradients."""
+    *hidden_and_heads, h_t, w_t, y = case(dtype=torch.float64)
+    results = []
+    for n in (1, B // group):
+        method = methods.make_method(name, Config(group=group, seq_len=T))
+        if "generator" in method.hyper:
+            method = losses.with_keywords(method, generator=torch.Generator())
+        h_s, w_s = (x.clone().requires_grad_() for x in hidden_and_heads)
+        students = [(h_s, w_s, method)]
+        ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, n * group * T, group)
+        loss.backward()
+        results.append([loss.detach(), h_s.grad, w_s.grad, *in_fp64(sums).values()])
+    for one_by_one, together in zip(*results, strict=True):
+        assert_near(together, one_by_one, 1e-12)
+
+
+CALLS = """
+True  =>  7 => 7 7 7 7    => 7 7 7 7
+True  => 20 => 14 14      => 14 14
+True  => 21 => 14 14      => 14 14
+True  => 99 => 28         => 28
+True  =>  4 => 4 3 4 3 4 3 4 3 => 4 3 4 3 4 3 4 3
+False => 20 => 7 7 7 7    => 14 14
+False =>  4 => 7 7 7 7    => 7 7 7 7
+"""
+CALLS = [line.split("=>") for line in CALLS.strip().split("\n")]
+
+
+@pytest.mark.parametrize(("in_chunks", "chunk", "calls", "of_teacher"), CALLS)
+def test_how_many_positions_a_call_sees(in_chunks, chunk, calls, of_teacher, monkeypatch):
+    """Each of `chunk` positions, by an objective, and by the teacher's head."""
+    seen = {"objective": [], methods.Head: [], methods.HeadLoss: []}
+    logits = methods.Head.logits
+
+    def watched(self, here):
+        seen[type(self)].append(here.stop - here.start)
+        return logits(self, here)
+
+    def objective(z_s, z_t, y):
+        seen["objective"].append(len(y))
+        return losses.jsd(z_s, z_t, y)
+
+    monkeypatch.setattr(methods.Head, "logits", watched)
+    method = losses.Method(objective, in_chunks="True" in in_chunks)
+    fused(*case(), method, chunk=int(chunk))
+    assert seen["objective"] == [*map(int, calls.split())]
+    assert seen[methods.Head] == [*map(int, of_teacher.split())]
+
+
+def test_students_with_different_needs_share_the_teachers_logits(monkeypatch):
+    """Two forward batches at once and one by one. Each has the bits that it has alone."""
+    h_s, w_s, h_t, w_t, y = case()
+    names = ("vanilla_kd", "adakd", "alra", "rs_kd")
+
+    def results(names):
+        students = []
+        for name in names:
+            method = methods.make_method(name, Config(seq_len=T))
+            if "generator" in method.hyper:
+                method = losses.with_keywords(method, generator=torch.Generator())
+            students.append((h_s, w_s, method))
+        return methods.head_losses(students, h_t, w_t, y, 2 * T)
+
+    alone = [result for name in names for result in results([name])]
+    passes = []
+    logits = methods.Head.logits
+
+    def watched(self, here):
+        if type(self) is methods.Head:
+            passes.append(here)
+        return logits(self, here)
+
+    monkeypatch.setattr(methods.Head, "logits", watched)
+    assert_equal(results(names), alone)
+    assert passes == [slice(0, 2 * T), slice(2 * T, 4 * T)]
 
 
 class Sharpened(torch.nn.Module):
@@ -217,17 +298,34 @@ def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, n_use
 
 @pytest.mark.slow
 @ignore_dynamo
-@pytest.mark.parametrize(("name", "vectors"), [("pretrain", True), ("alra", False)])
-def test_compiled_it_is_the_same(name, vectors):
+@pytest.mark.parametrize(
+    ("name", "vectors", "chunk"),
+    [("pretrain", True, T), ("alra", False, 2 * T), ("sekd", True, 2 * T)],
+)
+def test_compiled_it_is_the_same(name, vectors, chunk):
     """In the last, partly filled block of vectors too, which torch's loops leave out."""
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     torch.compiler.reset()
     inputs = case()
     # 256 bits: AVX2, also where ATEN_CPU_CAPABILITY says otherwise, which torch's cache ignores
     with torch._inductor.config.patch({"cpp.vec_isa_ok": vectors, "cpp.simdlen": 256}):
-        got = run(fused, *inputs, name, compile=True)
+        got = run(fused, *inputs, name, compile=True, chunk=chunk)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     assert_close(got, run(fused, *inputs, name), rtol=1e-5, atol=1e-7)
+
+
+@ignore_dynamo
+@pytest.mark.parametrize("name", ["alra", "tad"])
+def test_both_passes_over_chunks_are_traced(name, monkeypatch):
+    """The first returns a function of the objective, which is then called on whole batches."""
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    methods.compiled.cache_clear()
+    inputs = case(dtype=torch.float64)
+    got = run(fused, *inputs, name, 2, compile=True, chunk=T)
+    methods.compiled.cache_clear()
+    assert_close(got, run(fused, *inputs, name, 2), rtol=1e-10, atol=1e-13)
+    assert counter.frame_count == 2
 
 
 @ignore_dynamo
@@ -267,7 +365,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
             method = methods.method_at(student, step, cfg)
             rows = torch.arange(8 // world) % 4
             inputs = (h[rows], w.detach(), y[rows])
-            methods.head_losses([(h[rows], w, method)], *inputs, 2, True)
+            methods.head_losses([(h[rows], w, method)], *inputs, 2 * T, 2, True)
         return seeds.copy()
 
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine))

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -222,6 +223,7 @@ def mean_ce(model, rows, n):
 def gradients(tiny, **keys):
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
+    cfg = dataclasses.replace(cfg, chunk_positions=startup.positions_at_once(cfg))
     rows = startup.open_data(cfg, "train")
     teacher = startup.open_teacher(cfg, None, None)
     students = [train.make_student(name, cfg) for name in cfg.methods]
@@ -251,10 +253,50 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
         assert not torch.equal(chunks[name], grouped[name])
 
 
+def test_rows_are_read_while_the_teacher_runs(tiny):
+    """By a thread, one micro-batch ahead. The teacher stays in the thread that trains."""
+    is_read = [threading.Event() for _ in range(4)]
+    readers = set()
+
+    def batch(index, device):
+        time.sleep(0.01)
+        readers.add(threading.current_thread())
+        n = index[0] // 2  # of this micro-batch
+        is_read[n].set()
+        return n, None, 2
+
+    def hidden(n, rows, index):
+        assert threading.current_thread() is threading.main_thread()
+        return [*index], n == 3 or is_read[n + 1].wait(60)
+
+    rows = types.SimpleNamespace(first_row_step=0, n=8, batch=batch)
+    teacher = types.SimpleNamespace(hidden=hidden)
+    stream = train.micro_batches(rows, teacher, range(2), config(tiny, UNUSED))
+    expected = [(n, None, 2, ([2 * n, 2 * n + 1], True)) for n in range(4)]
+    assert [*stream] == expected
+    assert len(readers) == 1
+    assert threading.main_thread() not in readers
+
+
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
-    """test_head.py has the loss that it then has."""
+    """And how many positions. test_head.py has the loss that it then has."""
     student = train.make_student("tad", config(tiny, UNUSED, methods="tad", group=2))
-    assert student.method.hyper["n_sequences"] == 2
+    assert student.method.hyper == {"n_sequences": 2, "batch": 2 * SEQ}
+
+
+def test_positions_at_a_time_are_by_memory_on_a_gpu_and_one_forward_batch_elsewhere(
+    tiny, monkeypatch
+):
+    def positions(device, V=151_936, **keys):
+        monkeypatch.setattr(
+            startup, "student_shape", lambda _: dataclasses.replace(STUDENT, vocab_size=V)
+        )
+        return startup.positions_at_once(config(tiny, UNUSED, device=device, **keys))
+
+    assert [positions("cuda", V) for V in (50_304, 151_936, 256_000)] == [4096, 2048, 1024]
+    assert positions("cuda:1", chunk_positions=7) == positions("cpu", chunk_positions=7) == 7
+    assert positions("cpu", group=2) == 2 * SEQ
+    assert positions("cpu", seq_len=300, group=2) == 512
 
 
 def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
@@ -275,6 +317,7 @@ def test_updates_are_those_of_an_adamw_written_by_hand(tiny, monkeypatch, decay_
     beta1 = 0.8
     beta2 = 0.95
     flags = "--schedule_steps=5 --max_steps=4 --lr=0.01 --min_lr=0.001 --clip=1.5"
+    flags += f" --chunk_positions={SEQ}"
     adam = f"--beta1={beta1} --beta2={beta2} --adam_eps=1e-4 --weight_decay=0.1"
     cfg = config(tiny, UNUSED, f"--methods=pretrain {flags} {adam} --decay_1d={decay_1d}")
     student = train.make_student("pretrain", cfg)

@@ -1263,6 +1263,7 @@ def default_settings(*fns: Callable | None) -> dict[str, object]:
     return {key: value for key, value in keywords.items() if key not in GIVEN}
 
 
+@functools.cache
 def takes(fn: Callable, keyword) -> bool:
     """Return whether an objective has a keyword."""
     return keyword in _keywords(fn)

@@ -200,7 +200,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         heads = [s.model.head for s in students]  # if sharded, whole from `hidden` to backward
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, with the logits of some positions at a time
-        results = head_losses(inputs, h_t, head_t, y, cfg.chunk_positions, cfg.group, cfg.compile)
+        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
             if s.method.term:
                 loss = loss + term_of(s, h, h_t, y, cfg.group)

@@ -72,7 +72,6 @@ def make_method(name, cfg) -> Method:
     method = with_given(
         built(resolve(name, **cfg.overrides_of(name))),
         n_sequences=cfg.group,
-        batch=cfg.group * cfg.seq_len,
         generator=None,  # `method_at` puts one here
     )
     if "generator" in method.hyper or isinstance(method.fn, nn.Module):
@@ -115,18 +114,18 @@ def seeded_generator(name, step, cfg) -> torch.Generator:
     return torch.Generator(cfg.device).manual_seed(seed)
 
 
-def head_losses(students, h_t, w_t, y, chunk, group=1, compile=False):
+def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     """Return each student's loss and the sums of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
-              weight or `OutputHead`, and the `Method` of `make_method`
+              weight or `OutputHead`, and `Method`
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's, likewise; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
-    chunk     positions whose logits exist at a time, at most: those of several forward batches, or,
-              if the method is `in_chunks`, of a part of one
     group     rows per forward batch, a divisor of B
     compile   use torch.compile: one graph per method, settings and shape; not for random objectives
               and modules
+    chunk     positions whose logits exist at a time, at most: those of several forward batches, or,
+              if the method is `in_chunks`, of a part of one
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached sums of its terms over all valid positions
 
@@ -141,7 +140,9 @@ def head_losses(students, h_t, w_t, y, chunk, group=1, compile=False):
         n -= size
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        heads = [HeadLoss(*student, y, n_valid, compile) for student in students]
+        heads = []
+        for h, w, method in students:
+            heads.append(HeadLoss(h, w, with_given(method, batch=size), y, n_valid, compile))
         divided = [head for head in heads if head.method.in_chunks and size > chunk]
         whole = [head for head in heads if head not in divided]
         for first in range(0, len(y), n):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
-from losses import built, resolve, settings, takes, with_given
+from losses import built, resolve, settings, takes
 from run.log import LOGGED
 from run.methods import head_losses
 
@@ -102,7 +102,7 @@ def check_parts(method, V, y):
     h_s.requires_grad_()
     gradients = []
     for n in (M, M // 2, 2 * M):
-        ((loss, _),) = head_losses([(h_s, w, with_given(method, batch=M))], h_t, w, y, n)
+        ((loss, _),) = head_losses([(h_s, w, method)], h_t, w, y, chunk=n)
         gradients += torch.autograd.grad(loss, h_s)
         if (gradients[-1] - gradients[0]).norm() > 1e-3 * gradients[0].norm():
             message = "half a forward batch, or two at once, have another gradient than one; use "

@@ -49,10 +49,10 @@ def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, chunk=None, **s
     """`head_losses` of one student, whose method is a name or a row."""
     if isinstance(method, str):
         method = losses.resolve(method, **settings)
-    method = losses.with_given(method, n_sequences=group, batch=group * y.shape[1])
+    method = losses.with_given(method, n_sequences=group)
     students = [(h_s, w_s, method)]
     chunk = chunk or group * y.shape[1]
-    ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, chunk, group, compile)
+    ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, group, compile, chunk)
     return loss, in_fp64(sums)
 
 
@@ -118,7 +118,7 @@ def test_forward_batches_together_are_as_one_by_one(name, group):
             method = losses.with_keywords(method, generator=torch.Generator())
         h_s, w_s = (x.clone().requires_grad_() for x in hidden_and_heads)
         students = [(h_s, w_s, method)]
-        ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, n * group * T, group)
+        ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, group, chunk=n * group * T)
         loss.backward()
         results.append([loss.detach(), h_s.grad, w_s.grad, *in_fp64(sums).values()])
     for one_by_one, together in zip(*results, strict=True):
@@ -170,7 +170,7 @@ def test_students_with_different_needs_share_the_teachers_logits(monkeypatch):
             if "generator" in method.hyper:
                 method = losses.with_keywords(method, generator=torch.Generator())
             students.append((h_s, w_s, method))
-        return methods.head_losses(students, h_t, w_t, y, 2 * T)
+        return methods.head_losses(students, h_t, w_t, y, chunk=2 * T)
 
     alone = [result for name in names for result in results([name])]
     passes = []
@@ -365,7 +365,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
             method = methods.method_at(student, step, cfg)
             rows = torch.arange(8 // world) % 4
             inputs = (h[rows], w.detach(), y[rows])
-            methods.head_losses([(h[rows], w, method)], *inputs, 2 * T, 2, True)
+            methods.head_losses([(h[rows], w, method)], *inputs, 2, True, 2 * T)
         return seeds.copy()
 
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine))

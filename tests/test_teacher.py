@@ -182,7 +182,7 @@ def check_gradients(model):
     losses = nn.functional.cross_entropy(z.flatten(0, 1), y.flatten())
     expected = torch.autograd.grad(losses, [*model.parameters()], allow_unused=True)
     student = (model.hidden(IDS, recompute=True), model.head, METHODS["pretrain"])
-    ((loss, _),) = head_losses([student], None, None, y, y.numel(), group=3)
+    ((loss, _),) = head_losses([student], None, None, y, group=3, chunk=y.numel())
     loss.backward()
     for p, gradient in zip(model.parameters(), expected, strict=True):
         if gradient is not None:

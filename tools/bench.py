@@ -98,7 +98,7 @@ def make_cases(args) -> dict:
 
     def fused(method, compile=True):
         students = [(h_s, w_s, method)]
-        results = head_losses(students, h_t, w_t, y, args.n, compile=compile)
+        results = head_losses(students, h_t, w_t, y, compile=compile, chunk=args.n)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
     not_compiled = partial(fused, resolve("alra"), compile=False)

@@ -358,4 +358,4 @@ def test_all_groups_of_a_sharded_model_wait_as_long_as_they_are_told(tmp_path):
     processes = [world.start(shard_as, rank, port, out=tmp_path / f"{rank}") for rank in range(2)]
     for process in processes:
         process.join(60)
-    assert (tmp_path / "1").read_text().endswith("{datetime.timedelta(seconds=420)} 2\n")
+    assert "{datetime.timedelta(seconds=420)} 2\n" in (tmp_path / "1").read_text()

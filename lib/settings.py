@@ -55,7 +55,7 @@ def plain(value: object) -> object:
     """Return a value with Python's numbers in place of numpy's."""
     if type(value) is dict:
         return {key: plain(x) for key, x in value.items()}
-    is_number = type(value).__module__ == "numpy" and value.ndim == 0
+    is_number = type(value).__module__ == "numpy" and not value.shape
     return value.item() if is_number else value
 
 

@@ -396,8 +396,11 @@ def write_checkpoints(copies, step, cfg):
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
-            with (new / TRAINING).open("wb") as file:  # torch's own has no error of the system
-                torch.save(tensors, file)
+            try:
+                torch.save(tensors, new / TRAINING)
+            except RuntimeError:  # it names no cause, unlike an error of Python's own file
+                with (new / TRAINING).open("wb") as file:
+                    torch.save(tensors, file)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:

@@ -356,7 +356,6 @@ def shard_as(rank, port):
 def test_all_groups_of_a_sharded_model_wait_as_long_as_they_are_told(tmp_path):
     port = several.free_port()
     processes = [world.start(shard_as, rank, port, out=tmp_path / f"{rank}") for rank in range(2)]
-    for rank, process in enumerate(processes):
+    for process in processes:
         process.join(60)
-        printed = (tmp_path / f"{rank}").read_text().splitlines()
-        assert printed[-1] == "{datetime.timedelta(seconds=420)} 2"
+    assert "{datetime.timedelta(seconds=420)} 2\n" in (tmp_path / "1").read_text()

@@ -25,8 +25,8 @@ max_steps = 480  # * 2 rows = 0.25M tokens
 schedule_steps = 480
 batch_rows = 2
 micro_batch = 2
-lr = 5e-3
-min_lr = 3e-4
+lr = 1.5e-3
+min_lr = 9e-5
 warmup_steps = 40
 val_every_steps = 120
 histogram_every_steps = 60  # for tools/plot.py

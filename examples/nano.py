@@ -59,8 +59,8 @@ tau = 0.5  # vanilla KD: temperature
 
 max_steps = 480  # 126,400
 batch_rows = 2  # 16
-lr = 5e-3  # 6e-4
-min_lr = 3e-4  # 6e-5
+lr = 1.5e-3  # 6e-4
+min_lr = 9e-5  # 6e-5
 warmup_steps = 40  # 512
 betas = (0.9, 0.98)
 adam_eps = 1e-6

@@ -279,9 +279,9 @@ def test_rows_are_read_while_the_teacher_runs(tiny):
 
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
-    """And how many positions. test_head.py has the loss that it then has."""
+    """test_head.py has the loss that it then has."""
     student = train.make_student("tad", config(tiny, UNUSED, methods="tad", group=2))
-    assert student.method.hyper == {"n_sequences": 2, "batch": 2 * SEQ}
+    assert student.method.hyper == {"n_sequences": 2}
 
 
 def test_positions_at_a_time_are_by_memory_on_a_gpu_and_one_forward_batch_elsewhere(

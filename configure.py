@@ -493,7 +493,7 @@ def guard(main) -> int:
             with contextlib.suppress(OSError):
                 note(f"stopped: {error}")
             return TRY_AGAIN
-        elif not isinstance(error, UserError):
+        if not isinstance(error, UserError):
             traceback.print_exc()
         elif is_first or not error.is_shared:
             note(f"UserError: {error}")

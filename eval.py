@@ -466,7 +466,6 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
         "run": c.run,
     }
     line = result | machine_facts(device)
-    result["folder"] = c.results
     try:
         append_line(c.results / "results.jsonl", line)
     except UserError as error:

@@ -6,7 +6,6 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.errors import UserError
@@ -84,14 +83,16 @@ def check_tokenizer(tokenizer, folder):
 
     folder  of its tokenizer.json and tokenizer_config.json
     """
-    file = folder / "tokenizer.json"
-    # transformers adds an eos_token that the file lacks, with an id that no model knows
-    stored = tokenizers.Tokenizer.from_file(str(file))
-    eos = tokenizer.eos_token
-    if stored.token_to_id(eos) is None:
-        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+    stored = read_json(folder / "tokenizer.json")
     # the library numbers added tokens in their order, whatever the files say
-    added = {token["content"]: token["id"] for token in read_json(file)["added_tokens"]}
+    added = {token["content"]: token["id"] for token in stored["added_tokens"]}
+    vocab = stored["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, with scores
+        vocab = [token for token, _ in vocab]
+    # transformers adds an eos_token that the file lacks, with an id that no model knows
+    eos = tokenizer.eos_token
+    if eos not in added and eos not in vocab:
+        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
     for i, token in config_of(folder).get("added_tokens_decoder", {}).items():
         added[token["content"]] = int(i)
     for token, i in added.items():

@@ -126,7 +126,8 @@ def read_folder(students, run):
             )
         elif cfg.resume_from:
             sources[s.name] = begin_branch(s.name, run)
-    for _, state in [*sources.values()][:1]:
+    if sources:
+        _, state = next(iter(sources.values()))
         say_edits(state, run)
         for name, size in state.get("logs", {}).items():
             log = Path(cfg.out_dir, name)
@@ -168,7 +169,7 @@ def newest_intact(live) -> dict[str, tuple]:
 
     Empty if there is no common checkpoint. Raises `UserError` if all of them are broken.
     """
-    paths = {s.name: s.checkpoints() for s in live}
+    paths = {s.name: checkpoints_in(s.folder) for s in live}
     steps = set().union(*paths.values()).intersection(*paths.values())
     for step in sorted(steps, reverse=True):
         try:
@@ -315,19 +316,19 @@ def write_model(s, weights, run):
     folder = s.folder / "model"
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
+    facts = student_facts(s, run)
     with files.atomic_folder(folder) as new:
         s.scored.save_pretrained(new, s.tokenizer, saved)
-        (new / "README.md").write_text(model_card(s, run))
+        (new / "README.md").write_text(model_card(s, run, facts))
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
-    facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
+    facts["weights_sha256"] = tensors_hash(read)
     if "probe" in read_json(folder / "config.json"):
         say(f"{folder}: an edited student: model.py computes it, and transformers something else")
     files.write_json(s.folder / "run.json", facts)
 
 
-def model_card(s, run) -> str:
+def model_card(s, run, facts) -> str:
     """Return what is in a student's folder, in Markdown."""
-    facts = student_facts(s, run)
     log = files.read_lines(s.folder / "log.jsonl")
     return f"""# {s.name}
 
@@ -366,9 +367,8 @@ def save_checkpoints(live, run):
         copies.append((s, parallel.whole_on_cpu(tensors), state))
     if parallel.rank() == 0:
         run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
-    now = time.perf_counter()
-    run.save_sec += now - began
-    run.save_at = now + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
+    run.save_sec += time.perf_counter() - began
+    run.save_in(run.cfg.checkpoint_every_minutes)
 
 
 def say_if_unsaved(run):
@@ -377,7 +377,7 @@ def say_if_unsaved(run):
         finish_saving(run)
     except UserError as error:
         say(f"step {run.step}: the last checkpoint is missing: {error}; another try is in a minute")
-        run.save_at = time.perf_counter() + 60
+        run.save_in(minutes=1)
 
 
 def finish_saving(run):
@@ -404,7 +404,7 @@ def write_checkpoints(copies, step, cfg):
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:
-        saved = s.checkpoints()
+        saved = checkpoints_in(s.folder)
         earlier = [n for n in saved if n <= step]
         for n in earlier[: -cfg.keep_checkpoints]:
             if not cfg.keep_every_steps or n % cfg.keep_every_steps:
@@ -494,7 +494,7 @@ def stop(s, run):
     """
     say_if_unsaved(run)
     begin = ""
-    for step, path in parallel.on_first(s.checkpoints).items():
+    for step, path in parallel.on_first(checkpoints_in, s.folder).items():
         if 0 < step < run.step - s.skipped:
             begin = f" --resume_from={shlex.quote(str(path))}"
     s.stopped = (

@@ -31,6 +31,9 @@ LOGGED = (
     "time",
 )
 
+# what is printed with the name and unit that it has in tables
+PRINTED = {"val_agree": "top-1 agreement {:.2%}"}
+
 
 def say(text):
     """Print on the first process, above the progress bar."""
@@ -46,12 +49,10 @@ def say(text):
 
 
 def say_values(label: str, values):
-    """Print a line for each student. Agreement has the name and unit that it has in tables."""
+    """Print a line for each student."""
     for name, terms in values.items():
-        cells = {key: f"{key} {x:.4f}" for key, x in terms.items()}
-        if "val_agree" in terms:
-            cells["val_agree"] = f"top-1 agreement {terms['val_agree']:.2%}"
-        say(f"{label}  |  {name}  {'  '.join(cells.values())}")
+        cells = [PRINTED.get(key, f"{key} {{:.4f}}").format(x) for key, x in terms.items()]
+        say(f"{label}  |  {name}  {'  '.join(cells)}")
 
 
 def log_terms(live, teacher, rate: float, run):

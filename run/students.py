@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import Config
 from lib import metrics, parallel
-from lib.hf import checkpoints_in
 from losses import Method
 from model import Qwen2
 from run.provenance import record_hash
@@ -59,10 +58,6 @@ class Student:
         totals = parallel.all_reduce_sum(torch.stack([*self.sums.values()]))
         return dict(zip(self.sums, totals, strict=True))
 
-    def checkpoints(self) -> dict[int, Path]:
-        """Return the complete checkpoints by step, oldest first."""
-        return checkpoints_in(self.folder)
-
 
 @dataclass
 class Run:
@@ -91,7 +86,11 @@ class Run:
         self.logged_step = self.step
         self.logged_at = now
         self.began = now
-        self.save_at = now + 60 * (self.cfg.checkpoint_every_minutes or math.inf)
+        self.save_in(self.cfg.checkpoint_every_minutes)
+
+    def save_in(self, minutes: float | None):
+        """Let checkpoints be due then, if not by updates before; None: by updates alone."""
+        self.save_at = time.perf_counter() + 60 * (minutes or math.inf)
 
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""

@@ -4,10 +4,9 @@
     python tools/sample.py demo/teacher out/demo/alra --prompt "def"
 
 A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. The folder of a
-run stands for its students. An empty prompt
-is the start of a document; do not end one in a blank, which most tokenizers join to the next word.
-The text ends with the document, after --tokens, or where the model's context is full. Temperature 0
-takes the most likely token each time.
+run stands for its students. An empty prompt is the start of a document; do not end one in a blank,
+which most tokenizers join to the next word. The text ends with the document, after --tokens, or
+where the model's context is full. Temperature 0 takes the most likely token each time.
 """
 
 import argparse

@@ -349,6 +349,7 @@ def shard_as(rank, port):
     parallel.shard(world.make_model(world.STUDENT), 1, cpu)
     groups = dist.distributed_c10d._world.pg_map
     print({group._get_backend(cpu).options._timeout for group in groups}, len(groups))
+    parallel.all_gather(None)  # process 0 has the store that the other one makes its groups by
     parallel.stop()
 
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -632,6 +633,48 @@ def test_readme_quotes_the_reports():
                 ours, theirs = (pd.Series(ces[name]) for name in (method, "vanilla_kd"))
                 e = estimate(pd.DataFrame({"": ours - theirs}))
                 assert cells[at - 1 : at + 1] == [str(e["n"][""]), with_half(e, 2, "+")[""]]
+
+
+def test_numbers_of_the_prose_come_from_records():
+    """From the tables of the reports, or from students of two.
+
+    A number without an interval may be among theirs by chance.
+    """
+    ces = {}  # by study, method and gamma: seed -> CE
+    for study in STUDIES:
+        _, students, others, _ = reports.read(RESULTS / study)
+        for x in (*others, *students):
+            key = study, x["method"], x["made_by"]["hyper"].get("gamma")
+            ces.setdefault(key, {})[x["seed"]] = x["ce"]
+
+    def lead(study, seeds, gamma=5.0):
+        """Return vanilla KD's CE less ALRA's, by seed."""
+        plain = ces[study, "vanilla_kd", None]
+        return pd.Series({n: plain[n] - ces[study, "alra", gamma][n] for n in seeds})
+
+    planned = range(1, 6)
+    seeds = (1, 2, 3)
+    as_it_is = lead("small", seeds), lead("smollm2_code", seeds)
+    changed = lead("small_surer", seeds), lead("smollm2_calibrated", seeds)
+    computed = [lead("small", planned), lead("small", planned, gamma=1.0), *as_it_is]
+    computed += [new - old for new, old in zip(changed, as_it_is, strict=True)]
+    cells = [f"{with_half(estimate(x.to_frame()), 6)[0]}" for x in computed]
+    texts = [(RESULTS / study / "README.md").read_text() for study in STUDIES]
+    pairs = []
+    for text in (*texts, *cells):
+        pairs += re.findall(r"(\d+\.\d+) ± (\d+\.\d+)", text)
+    alone = [x for text in texts for x in re.findall(r"\d+\.\d+", text.partition("\n| ")[2])]
+    readme = (ROOT / "README.md").read_text()
+    prose = [readme[readme.index("## Results") :], (ROOT / "study/README.md").read_text()]
+    for text in (*prose, *(text.partition("\nWritten by")[0] for text in texts)):
+        for value, half in re.findall(
+            r"(?<![\w.])(\d+\.\d\d+)(?: ± (\d+\.\d+))?(?![\w.]*\d)", text
+        ):
+            n = len(value.partition(".")[2])
+            rounded = [
+                [round(float(x), n) for x in pair] for pair in (pairs if half else zip(alone))
+            ]
+            assert [float(x) for x in (value, half) if x] in rounded, f"{value} ± {half}"
 
 
 @pytest.mark.parametrize("log", [[], [{"step": 3, "val_ce": 3.0}, {"step": 6}]])

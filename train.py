@@ -38,8 +38,8 @@ from lib.vocab import IGNORE
 from run import exits, startup
 from run.checkpoints import (
     check_methods,
-    check_records,
     finish_saving,
+    read_folder,
     resume,
     save_checkpoints,
     save_model,
@@ -399,7 +399,7 @@ def train_students(cfg) -> int:
     val = startup.open_data(cfg, "val")
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows))
-    parallel.on_first(check_records, run)
+    run.found = parallel.on_first(read_folder, run)
     learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
     rate = learning_rate(cfg.max_steps - 1, cfg)
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":

@@ -77,7 +77,7 @@ def resume(students, run) -> list[Student]:
     """
     cfg = run.cfg
     parallel.check_agreement(initial_weights=students[0].init_sha256)
-    stops, sources, is_new = parallel.on_first(read_folder, students, run)
+    stops, sources, is_new = run.found
     for s in students:
         if s.name in stops:
             s.stopped = stops[s.name]["why"]
@@ -89,6 +89,9 @@ def resume(students, run) -> list[Student]:
         if s.name in sources:
             load_checkpoint(*sources[s.name], s, run)
     parallel.all_gather(None)  # raises the error of a process that could not load one
+    if sources:
+        _, state = next(iter(sources.values()))
+        say_edits(state, run)
     if run.step > cfg.max_steps:
         raise UserError(
             f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {run.step}; set at least that"
@@ -101,38 +104,36 @@ def resume(students, run) -> list[Student]:
     return live
 
 
-def read_folder(students, run):
-    """Return what process 0 finds in the folder of a run.
+def read_folder(run):
+    """Return what process 0 finds in the folder of a run. A teacher has not computed anything yet.
 
     ->  by student, the facts of those that stopped; for the others, the checkpoint to begin with
         and its state, if any; and whether the run is new
+
+    Raises `UserError` for a run of other students.
     """
     cfg = run.cfg
     stops = {}
-    for s in students:
-        file = s.folder / "stopped.json"
+    live = {}
+    for name in cfg.methods:
+        folder = Path(cfg.out_dir, name)
+        file = folder / "stopped.json"
         if file.is_file():
-            stops[s.name] = read_json(file, ["why", "step"])
-    live = [s for s in students if s.name not in stops]
+            stops[name] = read_json(file, ["why", "step"])
+        else:
+            live[name] = folder
     sources = newest_intact(live)
     is_new = not sources
-    for s in live:
+    for name, folder in live.items():
         if not is_new:
-            check_same_run(s.name, *sources[s.name], run)
-        elif (s.folder / "log.jsonl").exists():
+            check_same_run(name, *sources[name], run)
+        elif (folder / "log.jsonl").exists():
             raise UserError(
                 f"{cfg.out_dir}: its students have no checkpoint in common; "
                 "restore one, or choose another out_dir"
             )
         elif cfg.resume_from:
-            sources[s.name] = begin_branch(s.name, run)
-    if sources:
-        _, state = next(iter(sources.values()))
-        say_edits(state, run)
-        for name, size in state.get("logs", {}).items():
-            log = Path(cfg.out_dir, name)
-            if not log.is_file() or log.stat().st_size < size:
-                say(f"{log}: has lost entries of the steps before {state['step']}")
+            sources[name] = begin_branch(name, run)
     return stops, sources, is_new
 
 
@@ -164,12 +165,12 @@ def read_checkpoint(path) -> tuple[Path, dict]:
     return path, state
 
 
-def newest_intact(live) -> dict[str, tuple]:
+def newest_intact(folders) -> dict[str, tuple]:
     """Return, by student, the newest common checkpoint that is as it was saved, and its state.
 
     Empty if there is no common checkpoint. Raises `UserError` if all of them are broken.
     """
-    paths = {s.name: checkpoints_in(s.folder) for s in live}
+    paths = {name: checkpoints_in(folder) for name, folder in folders.items()}
     steps = set().union(*paths.values()).intersection(*paths.values())
     for step in sorted(steps, reverse=True):
         try:
@@ -179,17 +180,6 @@ def newest_intact(live) -> dict[str, tuple]:
                 raise
             say(f"skipped: {error}")
     return {}
-
-
-def check_records(run):
-    """Raise `UserError` for a run of other students, before a teacher computes anything for it."""
-    for name in run.cfg.methods:
-        for path in [*checkpoints_in(Path(run.cfg.out_dir, name)).values()][-1:]:
-            try:
-                state = read_json(path / "state.json", STATE)
-            except UserError:
-                continue  # `resume` says what is wrong with it, and may use an earlier one
-            check_same_run(name, path, state, run)
 
 
 def check_same_run(name, checkpoint, state, run):
@@ -205,7 +195,9 @@ def check_same_run(name, checkpoint, state, run):
 
 
 def say_edits(state, run):
-    """Print which code was edited since the run began, and which packages have other versions."""
+    """Print which code was edited since the run began, which packages have other versions, and
+    which logs have lost entries.
+    """
     run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     earlier = state.get("code", {})  # an older version recorded none
     changes = edited(earlier, run.facts["code"])
@@ -213,6 +205,10 @@ def say_edits(state, run):
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     if changes:
         say(f"edited since the run began: {', '.join(changes)}")
+    for name, size in state.get("logs", {}).items():
+        log = Path(run.cfg.out_dir, name)
+        if not log.is_file() or log.stat().st_size < size:
+            say(f"{log}: has lost entries of the steps before {state['step']}")
     run.facts["code"] = merged(earlier, run.facts["code"])
 
 

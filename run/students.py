@@ -65,6 +65,7 @@ class Run:
 
     cfg: Config
     facts: dict  # the provenance of every result (run/startup.py)
+    found: tuple = ()  # in its folder when it started (`checkpoints.read_folder`)
     step: int = 0  # updates done so far
     valid_tokens: float = 0  # labels so far
     since_log_tokens: float = 0  # labels since the last log entry

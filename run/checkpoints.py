@@ -195,9 +195,7 @@ def check_same_run(name, checkpoint, state, run):
 
 
 def say_edits(state, run):
-    """Print which code was edited since the run began, which packages have other versions, and
-    which logs have lost entries.
-    """
+    """Print what has changed since the run began: code, versions of packages, logs cut short."""
     run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     earlier = state.get("code", {})  # an older version recorded none
     changes = edited(earlier, run.facts["code"])

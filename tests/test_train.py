@@ -17,7 +17,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 import configure
@@ -389,15 +388,12 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
         assert (big.grad / (1e-4 * scale) - 1).abs().max() < 1e-5
 
 
-def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, run):
+def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished):
     first = finished / "alra/model"
     flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
-    model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
-    tensors = safetensors.torch.load_file(first / "model.safetensors")
-    for name, p in model.named_parameters():
-        assert p.requires_grad and torch.equal(tensors[name], p), name
-    run(tmp_path, flags)
-    assert read_json(tmp_path / "pretrain/run.json")["init_sha256"] == weights_hash(model)
+    student = train.make_student("pretrain", config(tiny, UNUSED, flags))
+    assert student.init_sha256 == weights_hash(Qwen2.from_pretrained(f"{first}"))
+    assert all(p.requires_grad for p in student.model.parameters())
 
 
 def test_a_run_leaves_logs_and_facts(finished):
@@ -431,22 +427,15 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
         assert record["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
+def test_validation_is_over_the_first_held_out_rows(tiny, finished):
+    """test_metrics.py has the other figures."""
     val = open_rows(tiny, "val")
-    x, y, _ = first_rows(val, 7)
-    p_s, labels = log_p(Qwen2.from_pretrained(f"{finished}/alra/model"), x, y)
-    p_t, _ = log_p(Qwen2.from_pretrained(f"{tiny}/teacher"), x, y)
-    expected = {
-        "val_ce": -p_s.gather(1, labels),
-        "val_kl": (p_t.exp() * (p_t - p_s)).sum(-1),
-        "val_teacher_ce": -p_t.gather(1, labels),
-        "val_teacher_entropy": -(p_t.exp() * p_t).sum(-1),
-        "val_agree": (p_s.argmax(-1) == p_t.argmax(-1)).double(),
-    }
     figures = with_key(finished, "alra", "val_ce")[-1]
-    for key, values in expected.items():
-        assert figures[key] == pytest.approx(values.mean().item(), rel=2e-4), key
-    cfg = config(tiny, UNUSED, methods="pretrain", val_max_rows=3)  # of no more rows than that
+    models = {"val_ce": finished / "alra/model", "val_teacher_ce": tiny / "teacher"}
+    for key, folder in models.items():
+        ce, _ = mean_ce(Qwen2.from_pretrained(f"{folder}"), val, 7)
+        assert figures[key] == pytest.approx(ce, rel=2e-4)
+    cfg = config(tiny, UNUSED, methods="pretrain", val_max_rows=3)
     student = train.make_student("pretrain", cfg)
     figures = train.validate([student], None, val, cfg)["pretrain"]
     assert figures == {"val_ce": pytest.approx(mean_ce(student.model, val, 3)[0], rel=1e-6)}
@@ -510,11 +499,11 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, printed, r
 
 def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tmp_path, run):
     """And, besides, to the multiples of keep_every_steps."""
-    flags = "--methods=alra --keep_checkpoints=1 --keep_every_steps=4"
+    flags = "--methods=pretrain --keep_checkpoints=1 --keep_every_steps=4"
     run(tmp_path, flags, max_steps=2)
-    assert steps_of(tmp_path / "alra") == [0, 2]
+    assert steps_of(tmp_path / "pretrain") == [0, 2]
     run(tmp_path, flags)
-    assert steps_of(tmp_path / "alra") == [0, 4, 6]
+    assert steps_of(tmp_path / "pretrain") == [0, 4, 6]
 
 
 def test_no_checkpoint_is_removed_before_every_student_has_the_next(
@@ -590,13 +579,13 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
                 exits.RECEIVED.append("SIGTERM")
 
     hook_update(before, after)
-    flags = "--methods=alra --checkpoint_every_steps=1 --log_every_steps=4"
+    flags = "--methods=vanilla_kd --checkpoint_every_steps=1 --log_every_steps=4"
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
     for out, code in ((whole, 0), (cut, exits.TRY_AGAIN), (cut, 0)):
         run(out, flags, code)
-    assert_same(whole, cut, "alra")
-    assert with_key(whole, "alra", "loss")[0]["loss"] is None
+    assert_same(whole, cut, "vanilla_kd")
+    assert with_key(whole, "vanilla_kd", "loss")[0]["loss"] is None
 
 
 def test_skips_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch, printed, run):
@@ -672,14 +661,9 @@ def test_tensorboard_and_wandb_get_the_entries_of_the_log(tmp_path, monkeypatch,
 
 def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
     ces = iter([6.2, 6.3, math.nan])  # ln V is 6.24
-    validate = train.validate
-
-    def diverge(*args):
-        return {"alra": validate(*args)["alra"] | {"val_ce": next(ces)}}
-
-    monkeypatch.setattr(train, "validate", diverge)
-    run(tmp_path, "--methods=alra --val_every_steps=2")
-    pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 6.24"
+    monkeypatch.setattr(train, "validate", lambda *_: {"pretrain": {"val_ce": next(ces)}})
+    run(tmp_path, "--methods=pretrain --val_every_steps=2")
+    pattern = r"pretrain, step (\d): held-out CE (\S+) exceeds ln V = 6.24"
     assert re.findall(pattern, printed()) == [("4", "6.30"), ("6", "nan")]
 
 
@@ -700,11 +684,12 @@ def assert_end(out, code, step, why):
     assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
 
 
-def test_moving_settings_are_in_the_log(tmp_path, run):
+def test_moving_settings_are_in_the_log_and_one_that_was_set_stays(tmp_path, run):
     """TAID's t goes from 0.4 to 1 over the schedule; a record has that of its last update."""
-    run(tmp_path, "--methods=taid --log_every_steps=3")
+    run(tmp_path, "--methods=taid,taid@set --log_every_steps=3 --taid.w_ce=0.1 --taid@set.t=0.2")
     values = [record["t"] for record in with_key(tmp_path, "taid", "t")]
     assert values == pytest.approx([0.4 + 0.6 * 2 / 6, 0.4 + 0.6 * 5 / 6])
+    assert not with_key(tmp_path, "taid@set", "t")
 
 
 def of_a_card(number):
@@ -793,17 +778,16 @@ def test_signals_wait_for_the_end_of_an_update_unless_the_parent_ignores_them(
     assert signal.signal(number, before) == handler
 
 
-@pytest.mark.slow
 def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
     """Killed in whatever it does after a certain checkpoint, with many steps left."""
-    methods = ("pretrain", "alra")
-    flags = "--methods=pretrain,alra --repeat_rows=True --checkpoint_every_steps=3"
+    methods = ("pretrain", "vanilla_kd")
+    flags = f"--methods={','.join(methods)} --repeat_rows=True --checkpoint_every_steps=3"
     long = f"{flags} --max_steps=100000 --schedule_steps=100000 --val_every_steps=100000"
     cut = tmp_path / "cut"
     whole = tmp_path / "whole"
 
     def ready():
-        return any(int(p.name[5:13]) >= 9 for p in cut.glob("alra/checkpoints/step_*"))
+        return any(int(p.name[5:13]) >= 9 for p in cut.glob("vanilla_kd/checkpoints/step_*"))
 
     world.kill_when(ready, world.run_main, "train.py", *world.flags(tiny, cut, long))
     end = max(steps_of(cut / method)[-1] for method in methods) + 3

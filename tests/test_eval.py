@@ -32,6 +32,7 @@ from tests import world
 from tests.test_metrics import STUDENT, TEACHER
 from tests.test_prepare import byte_fallback
 from tests.test_tables import cells
+from tests.test_teacher import FOREIGN, make  # noqa: F401
 from tests.world import make_model, read_jsonl, refusal
 from tools import sample
 
@@ -329,18 +330,13 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         score_pairs(scorer, pair)
 
 
-def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(tokenizer, tmp_path):
+def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
     """test_teacher.py has the logits of other families."""
-    torch.manual_seed(3)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0}
-    config = transformers.AutoConfig.for_model("gemma2", **shape, pad_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    folder = make(*FOREIGN["a cap"])
+    tokenizer = load_tokenizer(folder)
+    scorer = ev.Scorer(load_teacher(folder, torch.float32, torch.device("cpu")), tokenizer)
     pairs = [("rain on", " seven boats 13 quiet"), ("", "dog under old trees"), ("a", " cat")]
-    scorer = ev.Scorer(load_teacher(tmp_path, torch.float32, torch.device("cpu")), tokenizer)
-    theirs = lm_evals_own(tmp_path, tokenizer)
+    theirs = lm_evals_own(folder, tokenizer)
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
 
 
@@ -388,25 +384,28 @@ def test_two_sets_of_the_protocol(data):
     assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
 
-@pytest.mark.parametrize(
-    "split", ["made-up", *(pytest.param(s, marks=needs_shared) for s in tasks.SUITES)]
-)
-def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, data, tmp_path):
+@pytest.mark.parametrize("kind", ["made-up", pytest.param("real", marks=needs_shared)])
+def test_scores_equal_those_of_lm_evals_own_backend(kind, student, tokenizer, data, tmp_path):
     """Every log-likelihood, greedy flag and score; on real weights and items if they are here."""
-    if split == "made-up":
+    suite = tasks.SUITES["heldout"]
+    if kind == "made-up":
         folder = tmp_path
         student.save_pretrained(folder, tokenizer)
-        flags = f"--data_dir={data}"
-        names = tasks.SUITES["heldout"]
+        names = [*suite]
     else:
         folder = SHARED / "stories260k"
-        flags = f"--data_dir={SHARED}/eval --limit=3 --split={split}"
-        names = [name for name, items in tasks.SUITES[split].items() if items.sha256 != "-"]
+        names = [name for name in suite if suite[name].sha256 != "-"]
+        for name in names:
+            file = f"{name}/{suite[name].split}.jsonl"
+            items = (SHARED / "eval" / file).read_text().splitlines()[:3]
+            world.write_jsonl(tmp_path / file, map(json.loads, items))
+        data = tmp_path
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
     bos = leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
-    (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
+    flags = f"--data_dir={data} --log_samples"
+    (a, of_a), (b, of_b) = (bench(lm, names, flags) for lm in (ours, theirs))
     for name in names:
         assert_close(responses(of_a[name]), responses(of_b[name]))
         for key in ("acc", "acc_norm", "prompts_sha256"):
@@ -450,56 +449,33 @@ def test_the_published_items_are_those_that_are_known(split, name):
     assert tasks.open_task(name, split, f"{SHARED}/eval")
 
 
-# a task, and what replaces fields of its item; lm-eval fails at some, and scores others wrongly
-BAD_ITEMS = """
-arc_easy => "answerKey": "E" => .E. is not in list
-arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0. of 1 choices
-arc_easy => "question": null => a field is null
-openbookqa => "answerKey": "" => .. is not in list
-hellaswag => "label": "-1" => answer .-1. .from 0. of 2 choices
-piqa => "label": 0.5 => answer 0.5 .from 0. of 2 choices
-piqa => "label": -1 => answer -1 .from 0. of 2 choices
-social_iqa => "label": "0" => answer .-1. .from 0. of 3 choices
-social_iqa => "label": "4" => answer 3 .from 0. of 3 choices
-winogrande => "sentence": "Ann ran." => substring not found
-winogrande => "answer": "" => KeyError
-"""
-# those that differ from the other items in their types, and a whole file of labels as texts
-BAD_FILES = """
-hellaswag => "label": "" => invalid literal for int
-hellaswag => "ctx_b": 3 => ArrowTypeError
-piqa => "label": "1" => ArrowInvalid
-winogrande => "answer": 1 => ArrowTypeError
-storycloze_2016 => "answer_right_ending": "" => invalid literal for int
+# a task, what replaces fields of its item, how many good ones stand before and after, and the
+# problem; lm-eval fails at some, and scores others wrongly
+BAD_ITEMS = r"""
+arc_easy => "answerKey": "E" => 1 => item 1: .*.E. is not in list.*expected an item of arc_easy
+arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => 1 => answer 1 .from 0. of 1 choices
+arc_easy => "question": null => 1 => item 1: .*a field is null
+openbookqa => "answerKey": "" => 1 => item 1: .*.. is not in list
+hellaswag => "label": "-1" => 1 => item 1: .*answer .-1. .from 0. of 2 choices
+piqa => "label": 0.5 => 1 => answer 0.5 .from 0. of 2 choices
+piqa => "label": "1" => 0 => item 0: .*answer '1' .from 0. of 2 choices
+social_iqa => "label": "0" => 1 => answer .-1. .from 0. of 3 choices
+winogrande => "sentence": "Ann ran." => 1 => substring not found
+winogrande => "answer": "" => 1 => KeyError
+hellaswag => "label": "" => 1 => cannot be used .*invalid literal for int
+hellaswag => "ctx_b": 3 => 1 => cannot be used .*ArrowTypeError
+storycloze_2016 => "answer_right_ending": "" => 1 => cannot be used .*invalid literal for int
 """
 
 
-def write_bad(folder, name, fields, n_good=1):
+@pytest.mark.parametrize(("name", "fields", "n_good", "problem"), world.read_table(BAD_ITEMS))
+def test_items_without_a_right_answer_are_named(name, fields, n_good, problem, tmp_path):
     good, _ = PROMPTS[name]
-    split = tasks.SUITES["heldout"][name].split
     bad = good | json.loads(f"{{{fields}}}")
-    write_items(folder, name, split, [*[good] * n_good, bad, *[good] * n_good])
-
-
-@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
-def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
-    write_bad(tmp_path, name, fields)
-    with refusal(rf"{name}/\w+.jsonl, item 1: .*{problem}.*expected an item of {name}"):
+    goods = [good] * int(n_good)
+    write_items(tmp_path, name, tasks.SUITES["heldout"][name].split, [*goods, bad, *goods])
+    with refusal(f"{tmp_path}/.*{problem}"):
         open_local(tmp_path, name)
-
-
-@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_FILES))
-def test_files_of_items_that_lm_eval_cannot_read_are_refused(name, fields, problem, tmp_path):
-    write_bad(tmp_path, name, fields)
-    with refusal(f"{tmp_path}/.*: cannot be used .*{problem}"):
-        open_local(tmp_path, name)
-
-
-def test_labels_that_are_texts_are_no_answers(tmp_path):
-    """With these lm-eval would give piqa an accuracy of 0."""
-    write_bad(tmp_path, "piqa", '"label": "1"', 0)
-    with refusal("item 0: .*answer '1' .from 0. of 2 choices"):
-        open_local(tmp_path, "piqa")
 
 
 @pytest.fixture(scope="module")
@@ -599,8 +575,6 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
         score(f"{out}/alra --max_length=601 {flags}")
     score(f"{out}/alra {flags}")
     assert "Avg. (8 of 9)" in printed()  # all tasks, without StoryCloze
-    score(f"{out}/alra {flags} --storycloze={data}/stories.csv")
-    assert "Avg. |" in printed()
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
@@ -650,7 +624,8 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
     (tmp_path / "link").symlink_to(out / "alra/model")
     names = f"{out}/alra {tmp_path}/link {trained}/teacher"
     sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-300".split())
-    _, alra, link, teacher = capsys.readouterr().out.split("--- ")
+    parts = capsys.readouterr().out.split("--- ")
+    alra, link, teacher = (part.partition("\n")[2] for part in parts[1:])
     tokenizer = load_tokenizer(f"{trained}/teacher")
     model = make_model(STUDENT, 9, 7.0)
     ids = [0, *tokenizer.encode("the")]
@@ -658,19 +633,16 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         if ids[-1] == 0:
             break
-    assert alra.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
-    assert link.partition("\n")[2] == alra.partition("\n")[2] != teacher.partition("\n")[2]
-    sample.main([f"{out}", "--prompt=the", "--tokens=0"])  # a run
-    assert capsys.readouterr().out == f"--- {out}/alra\nthe\n--- {out}/pretrain\nthe\n"
+    assert alra == link == f"{tokenizer.decode(ids[1:])}\n" != teacher
+    sample.main([f"{out}", "--prompt=the\n", "--tokens=0"])  # a run
+    assert capsys.readouterr().out == f"--- {out}/alra\nthe\n\n--- {out}/pretrain\nthe\n\n"
     texts = []
     for flag in ("--temperature=0", "--seed=1", "--seed=1", "--seed=2"):
         sample.main([f"{out}/alra", "--prompt=the", "--tokens=9", flag])
         texts.append(capsys.readouterr().out)
-    assert texts[0] == alra.partition("\n")[2] and texts[1] == texts[2] != texts[3]
-    sample.main([f"{out}/alra", "--prompt=the\n", "--tokens=0"])
-    assert capsys.readouterr().out == "the\n\n"
+    assert texts[0] == alra and texts[1] == texts[2] != texts[3]
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
-    make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
+    make_model(short).save_pretrained(tmp_path / "short", tokenizer)
     opened = sample.open_checkpoint(str(tmp_path / "short"))
     args = SimpleNamespace(tokens=99, temperature=0)
     assert len(sample.generate(opened, [5, 7], args)) == 4 + 1

@@ -287,22 +287,30 @@ def write_stubs(folder, stubs):
         (folder / name).chmod(0o755)
 
 
-def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(tmp_path):
-    """Killed processes leave no exit.json. Here each start but the first saves no checkpoint."""
-    srun = 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'
-    write_stubs(tmp_path, STUBS | {"srun": srun})
+def test_a_slurm_job_queues_again_three_times_without_progress_if_it_was_killed(tmp_path):
+    """Killed processes leave no exit.json. The first start alone saves a checkpoint."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
     job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
-    requeued = []
-    for count in ("", "1", "2", "3"):
-        env = job | {"SLURM_RESTART_COUNT": count}
-        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == 75
-        requeued.append(len((tmp_path / "requeued").read_text().splitlines()))
-    assert requeued == [1, 2, 3, 3]
-    write_stubs(tmp_path, {"srun": """echo '{"code": 1, "step": 2}' > out/exit.json"""})
-    assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
-    assert len((tmp_path / "requeued").read_text().splitlines()) == 3
+
+    def ended(srun, count=""):
+        write_stubs(tmp_path, STUBS | {"srun": srun})
+        ended = subprocess.run(script, cwd=tmp_path, env=job | {"SLURM_RESTART_COUNT": count})
+        return ended.returncode, len((tmp_path / "requeued").read_text().splitlines())
+
+    (tmp_path / "requeued").touch()
+    saves = 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'
+    assert [ended(saves, count) for count in ("", "1", "2", "3")] == [
+        (75, 1),
+        (75, 2),
+        (75, 3),
+        (75, 3),
+    ]
+    assert ended("exit 137", "0") == (75, 4)  # a submission counts anew
+    assert (tmp_path / "out/tries").read_text() == "1\n"
+    for code in (1, 2):  # the command's own end
+        assert ended(f"exit {code}") == (code, 4)
+    assert ended("""echo '{"code": 1, "step": 2}' > out/exit.json""") == (1, 4)
 
 
 @pytest.mark.slow
@@ -327,18 +335,6 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     end = read_json(out / "exit.json")
     step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}
-
-
-def test_a_slurm_job_ends_with_its_command_and_a_submission_counts_anew(tmp_path):
-    write_stubs(tmp_path, STUBS | {"srun": "mkdir -p out; exit $STATUS"})
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
-    job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
-    for status, count, code in ((1, 0, 1), (2, 0, 2), (137, 0, 75), (137, 1, 75), (137, 0, 75)):
-        env = job | {"STATUS": f"{status}", "SLURM_RESTART_COUNT": f"{count}"}
-        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == code
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n" * 3
-    assert (tmp_path / "out/tries").read_text() == "1\n"
 
 
 def shard_as(rank, port):

@@ -16,7 +16,6 @@ import tokenizers
 import torch
 import torch._dynamo.testing
 import transformers
-from huggingface_hub.errors import LocalEntryNotFoundError
 from torch._inductor.codegen.cpp import CppScheduling
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -135,25 +134,23 @@ def test_other_architectures_are_refused_by_name(folder, change, message):
         load(folder)
 
 
-def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
-    asked = []
-
-    def snapshot_download(name, allow_patterns, revision):
-        if name == "owner/gone":
-            raise LocalEntryNotFoundError("offline")
-        asked.append((name, revision))
-        return folder
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert load("owner/name").config == SMALL
-    find_folder("EleutherAI/pythia-410m@step1000")
-    find_folder("owner/name")  # asked before: one commit for a whole run
-    find_folder("owner/name@refs/pr/1")
-    pythia = ("EleutherAI/pythia-410m", "step1000")
-    assert asked == [("owner/name", None), pythia, ("owner/name", "refs/pr/1")]
-    message = r"owner/gone: no such local folder, and the hub refused it \(offline\)"
-    with refusal(message):
-        find_folder("owner/gone")
+def test_a_run_uses_one_commit_of_the_hub_and_names_it(monkeypatch, folder, tmp_path):
+    """From the hub's own cache, without a network."""
+    commit = "c0ffee" + 34 * "0"
+    cache = tmp_path / "models--owner--model"
+    shutil.copytree(folder, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert load("owner/model").config == SMALL
+    (cache / "refs/main").write_text("a later one")
+    for name in ("owner/model", f"owner/model@{commit}"):
+        assert pinned(name) == f"owner/model@{commit}"
+    assert pinned(str(folder)) == str(folder)
+    for name in ("owner/gone", "owner/model@other"):
+        with refusal(f"{name}: no such local folder, and the hub refused it"):
+            find_folder(name)
 
 
 @pytest.mark.parametrize(("step", "found"), [(4, "checkpoints/step_00000008/model"), (8, "model")])
@@ -164,20 +161,6 @@ def test_of_a_student_that_is_trained_further_the_newest_checkpoint_counts(step,
     write_json(tmp_path / "run.json", {"step": step})
     (tmp_path / "checkpoints/step_00000009.bak/model").mkdir(parents=True)
     assert find_folder(str(tmp_path)) == tmp_path / found
-
-
-def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp_path):
-    commit = "c0ffee" + 34 * "0"
-    cache = tmp_path / "models--owner--model"  # the hub's own layout, without a network
-    shutil.copytree(folder, cache / "snapshots" / commit)
-    (cache / "refs").mkdir()
-    (cache / "refs/main").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name in ("owner/model", "owner/model@main", f"owner/model@{commit}"):
-        assert pinned(name) == f"owner/model@{commit}"
-    assert pinned(str(folder)) == str(folder)
-    assert load("owner/model").config == SMALL
 
 
 # ----------------------------------------------------------------------------------------------

@@ -20,19 +20,19 @@ METHODS = "alra,vanilla_kd"
 # edit => flags => students with the bits that they have without it => what the run that was there
 # before says to it: it goes on, or is refused (!)
 CASES = """
-gate => => => !its student had other parameters or extras
-gelu => => => began: model.py
-init => => => began: model.py
+gate =>  =>  => !its student had other parameters or extras
+gelu =>  =>  => began: model.py
+init =>  =>  => began: model.py
 hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => began: losses.py
 temperature => --methods=alra,learned_tau => alra => began: losses.py
-weight => => => !losses.position_weight
-log => => alra,vanilla_kd => began: losses.py
-lion => => => !its student had other parameters or extras
-schedule => --lr_schedule=sqrt => => !lr_schedule was 'cosine', now 'sqrt'
-average => => => began: train.py
-order => => => !order_sha256 was
+weight =>  =>  => !losses.position_weight
+log =>  => alra,vanilla_kd => began: losses.py
+lion =>  =>  => !its student had other parameters or extras
+schedule => --lr_schedule=sqrt =>  => !lr_schedule was 'cosine', now 'sqrt'
+average =>  =>  => began: train.py
+order =>  =>  => !order_sha256 was
 """
-CASES = [[part.strip() for part in line.split("=>")] for line in CASES.split("\n")[1:-1]]
+CASES = world.read_table(CASES)
 
 
 def test_every_edit_of_the_page_is_tried():

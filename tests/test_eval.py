@@ -42,7 +42,6 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
-JOINED = "rain| on"  # three tokens of "rain" become "rain " and two more, of "on"
 
 # An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
 PROMPTS = json.loads(r"""{
@@ -152,14 +151,6 @@ def score_pairs(lm, *pairs):
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
-def naive(model, head, tail, max_length):
-    """Keep the last tokens, drop the very last one, sum over the tail; fp64 after the logits."""
-    inputs = (head + tail)[-(max_length + 1) :][:-1]
-    logp = model(torch.tensor([inputs]))[0].double().log_softmax(-1)[-len(tail) :]
-    total = sum(float(row[token]) for row, token in zip(logp, tail, strict=True))
-    return total, logp.argmax(-1).tolist() == tail
-
-
 def assert_close(scores, expected):
     """Compare log-probabilities, and greedy flags as 0 or 1."""
     scores, expected = (np.array(pairs, float) for pairs in (scores, expected))
@@ -245,8 +236,10 @@ def test_a_student_is_scored_and_sampled_with_its_bos(facts, bos, data, tmp_path
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
-def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens):
-    """Whatever the batches are; equal requests tie to the last bit."""
+def test_log_likelihoods_are_those_of_lm_eval_whatever_the_batches_are(
+    student, tokenizer, trained, batch_tokens
+):
+    """Equal requests tie to the last bit. The first four tokens are greedy; one is missed then."""
     rng = np.random.default_rng(3)
     best = []
     for _ in range(4):
@@ -259,19 +252,18 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens):
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
-    assert_close(scores[:31], [naive(student, *pair, 31) for pair in pairs])
-    assert [greedy for _, greedy in scores[:2]] == [True, False]  # one missed token is not greedy
+    theirs = lm_evals_own(trained / "out/pretrain/model", tokenizer, 31)
+    assert_close(scores[:31], score_ids(theirs, pairs))
+    assert [greedy for _, greedy in scores[:2]] == [True, False]
 
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     half = make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
-    pair = [5, 7, 11, 13], [17, 19, 23]
-    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [pair])
-
-    def logits(x):
-        return half.hidden(x).double() @ half.head.double().T
-
-    assert score == pytest.approx(naive(logits, *pair, 512)[0], rel=1e-6)
+    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [([5, 7, 11, 13], [17, 19, 23])])
+    h = half.hidden(torch.tensor([[5, 7, 11, 13, 17, 19]]))[0, 3:].double()
+    logp = (h @ half.head.double().T).log_softmax(-1)
+    expected = sum(logp[i, token] for i, token in enumerate((17, 19, 23)))
+    assert score == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +276,7 @@ def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
 
 
-def lm_evals_own(folder, tokenizer):
+def lm_evals_own(folder, tokenizer, max_length=512):
     """Return lm-eval's Hugging Face backend."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
     from lm_eval.models.huggingface import HFLM
@@ -296,7 +288,7 @@ def lm_evals_own(folder, tokenizer):
         batch_size=16,
         logits_cache=False,
         device="cpu",
-        max_length=512,
+        max_length=max_length,
     )
 
 
@@ -312,7 +304,7 @@ def joined(tmp_path_factory, student):
 
 
 def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined):
-    """What follows that token is the continuation. Where nothing follows, neither has an answer."""
+    """What follows that token is the continuation."""
     tokenizer = load_tokenizer(str(joined))
     scorer = ev.Scorer(Qwen2.from_pretrained(str(joined)), tokenizer)
     theirs = lm_evals_own(joined, tokenizer)
@@ -322,12 +314,6 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         whole = tokenizer.encode(context + continuation)
         assert whole[: len(ids)] != ids and len(whole) > len(ids)
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
-    pair = tuple(JOINED.split("|"))
-    assert len(tokenizer.encode("".join(pair))) <= len(tokenizer.encode(pair[0]))
-    with pytest.raises(AssertionError):
-        score_pairs(theirs, pair)
-    with refusal(f"'{pair[1]}' after '{pair[0]}' has no score"):
-        score_pairs(scorer, pair)
 
 
 def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
@@ -342,7 +328,7 @@ def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
 
 def test_a_task_with_an_item_without_a_score_is_named(joined, data, tmp_path):
     items = shutil.copytree(data, tmp_path / "items")
-    texts = [{"text": JOINED.replace("|", "")}, {"text": "the cat saw the quiet boats"}]
+    texts = [{"text": "rain on"}, {"text": "the cat saw the quiet boats"}]  # " on" has no token
     write_items(items, "lambada_openai", "test", texts)
     flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
     with refusal("lambada_openai: ' on' after 'rain' has no score.*--tasks can leave out"):
@@ -379,8 +365,7 @@ def test_two_sets_of_the_protocol(data):
         names = tasks.SUITES[split]
         assert tasks.choose_tasks("all", split) == [*names]
         assert {len(items_of(open_local(data, name, split))) for name in names} == {n}
-    scores, _ = bench(Recorder(), names, f"--data_dir={data} --split=validation")
-    n_paper = {name: values["n_paper"] for name, values in scores.items()}
+    n_paper = {name: items.n_paper for name, items in names.items()}
     assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
 
@@ -419,25 +404,19 @@ def responses(samples):
 
 
 def test_the_hub_gives_the_same_items(data, tmp_path, monkeypatch):
-    asked = []
     load = datasets.load_dataset
-
-    def load_local(path, *args, **keys):
-        asked.append(path)
-        return load(str(tmp_path / path), *args, **keys)
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets, "load_dataset", load_local)
-    sources = {
-        "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
-        "piqa": ("baber/piqa", "default", "validation"),
-    }
-    for name, (repository, part, split) in sources.items():
-        expected = open_local(data, name)
-        world.write_like_the_hub(tmp_path / repository, items_of(expected), part, split)
-        task = tasks.open_task(name, "heldout", None, any_items=True)
-        assert asked[-1] == repository and task.source == f"{repository} [{split}]"
-        assert task.sha256 == expected.sha256 and items_of(task) == items_of(expected)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda path, *args, **keys: load(f"{tmp_path}/{path}", *args, **keys),
+    )
+    expected = open_local(data, "arc_easy")
+    repository = "allenai/ai2_arc"
+    world.write_like_the_hub(tmp_path / repository, items_of(expected), "ARC-Easy", "test")
+    task = tasks.open_task("arc_easy", "heldout", None, any_items=True)
+    assert task.source == f"{repository} [test]"
+    assert task.sha256 == expected.sha256 and items_of(task) == items_of(expected)
 
 
 @needs_shared
@@ -512,7 +491,7 @@ def read(folder, kind="figures"):
     return [x for x in read_jsonl(folder / "results.jsonl") if x["kind"] == kind][-1]
 
 
-def test_from_checkpoints_to_tables(out, capsys, printed):
+def test_from_checkpoints_to_tables(out, capsys):
     """A run's folder stands for its students; those that are not finished are named."""
     (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
@@ -530,10 +509,6 @@ def test_from_checkpoints_to_tables(out, capsys, printed):
     output = capsys.readouterr()
     assert output.out.split()[: len(text.split())] == text.split()
     assert output.out.endswith(f"\nLeft out, as they have no results: {out}/tad.\n\n")
-    score(f"{out}/pretrain --tasks=none --max_rows=2 --teacher=none")
-    text = printed()
-    assert cells(text, "pretrain")[1] and " ± " not in "".join(cells(text, "pretrain"))
-    assert "in 2 rows of 3 documents, too few for an interval; no teacher." in text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_every_edit_of_the_page_is_tried():
 
 def copy_of_code(folder):
     """Copy with the times of files, by which Python knows what it has compiled."""
-    for name in ("lib", "run", "__pycache__"):
+    for name in ("lib", "run"):
         shutil.copytree(ROOT / name, folder / name)
     for file in ROOT.glob("*.py"):
         shutil.copy2(file, folder)

@@ -22,6 +22,7 @@ from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import (
     SEQ,
     config,
+    distil,
     final_bits,
     flags,
     read_jsonl,
@@ -69,7 +70,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     def results(name, flags):
         out = tmp_path / name
         forward.rows.clear()
-        assert train.distil(config(world, out, flags)) == 0
+        distil(world, out, flags)
         n_rows.append(sum(forward.rows))
         with monkeypatch.context() as patch:
             if name != "plain":  # eval.py loads the two students alone
@@ -99,7 +100,7 @@ def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
     out = tmp_path / "two"
     two = f"{CACHED} --methods=vanilla_kd --data_dir={tmp_path}/a,{tmp_path}/b"
     for steps in (4, 6):
-        assert train.distil(config(world, out, two, max_steps=steps)) == 0
+        distil(world, out, two, max_steps=steps)
     assert final_bits(out, "vanilla_kd") == final_bits(tmp_path / "one", "vanilla_kd")
     assert len([*tmp_path.glob("a/teacher_*")]) == 3
     record = read_json(out / "vanilla_kd/run.json")["made_by"]

@@ -20,19 +20,19 @@ METHODS = "alra,vanilla_kd"
 # edit => flags => students with the bits that they have without it => what the run that was there
 # before says to it: it goes on, or is refused (!)
 CASES = """
-gate => => => !its student had other parameters or extras
-gelu => => => began: model.py
-init => => => began: model.py
+gate =>  =>  => !its student had other parameters or extras
+gelu =>  =>  => began: model.py
+init =>  =>  => began: model.py
 hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => began: losses.py
 temperature => --methods=alra,learned_tau => alra => began: losses.py
-weight => => => !losses.position_weight
-log => => alra,vanilla_kd => began: losses.py
-lion => => => !its student had other parameters or extras
-schedule => --lr_schedule=sqrt => => !lr_schedule was 'cosine', now 'sqrt'
-average => => => began: train.py
-order => => => !order_sha256 was
+weight =>  =>  => !losses.position_weight
+log =>  => alra,vanilla_kd => began: losses.py
+lion =>  =>  => !its student had other parameters or extras
+schedule => --lr_schedule=sqrt =>  => !lr_schedule was 'cosine', now 'sqrt'
+average =>  =>  => began: train.py
+order =>  =>  => !order_sha256 was
 """
-CASES = [[part.strip() for part in line.split("=>")] for line in CASES.split("\n")[1:-1]]
+CASES = world.read_table(CASES)
 
 
 def test_every_edit_of_the_page_is_tried():
@@ -40,10 +40,11 @@ def test_every_edit_of_the_page_is_tried():
 
 
 def copy_of_code(folder):
-    for file in (*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("run/*.py")):
-        copy = folder / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+    """Copy with the times of files, by which Python knows what it has compiled."""
+    for name in ("lib", "run"):
+        shutil.copytree(ROOT / name, folder / name)
+    for file in ROOT.glob("*.py"):
+        shutil.copy2(file, folder)
     return folder
 
 

@@ -32,6 +32,7 @@ from tests import world
 from tests.test_metrics import STUDENT, TEACHER
 from tests.test_prepare import byte_fallback
 from tests.test_tables import cells
+from tests.test_teacher import FOREIGN, make  # noqa: F401
 from tests.world import make_model, read_jsonl, refusal
 from tools import sample
 
@@ -41,7 +42,6 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
-JOINED = "rain| on"  # three tokens of "rain" become "rain " and two more, of "on"
 
 # An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
 PROMPTS = json.loads(r"""{
@@ -151,14 +151,6 @@ def score_pairs(lm, *pairs):
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
-def naive(model, head, tail, max_length):
-    """Keep the last tokens, drop the very last one, sum over the tail; fp64 after the logits."""
-    inputs = (head + tail)[-(max_length + 1) :][:-1]
-    logp = model(torch.tensor([inputs]))[0].double().log_softmax(-1)[-len(tail) :]
-    total = sum(float(row[token]) for row, token in zip(logp, tail, strict=True))
-    return total, logp.argmax(-1).tolist() == tail
-
-
 def assert_close(scores, expected):
     """Compare log-probabilities, and greedy flags as 0 or 1."""
     scores, expected = (np.array(pairs, float) for pairs in (scores, expected))
@@ -244,8 +236,10 @@ def test_a_student_is_scored_and_sampled_with_its_bos(facts, bos, data, tmp_path
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
-def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens):
-    """Whatever the batches are; equal requests tie to the last bit."""
+def test_log_likelihoods_are_those_of_lm_eval_whatever_the_batches_are(
+    student, tokenizer, trained, batch_tokens
+):
+    """Equal requests tie to the last bit. The first four tokens are greedy; one is missed then."""
     rng = np.random.default_rng(3)
     best = []
     for _ in range(4):
@@ -258,19 +252,18 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens):
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
-    assert_close(scores[:31], [naive(student, *pair, 31) for pair in pairs])
-    assert [greedy for _, greedy in scores[:2]] == [True, False]  # one missed token is not greedy
+    theirs = lm_evals_own(trained / "out/pretrain/model", tokenizer, 31)
+    assert_close(scores[:31], score_ids(theirs, pairs))
+    assert [greedy for _, greedy in scores[:2]] == [True, False]
 
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     half = make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
-    pair = [5, 7, 11, 13], [17, 19, 23]
-    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [pair])
-
-    def logits(x):
-        return half.hidden(x).double() @ half.head.double().T
-
-    assert score == pytest.approx(naive(logits, *pair, 512)[0], rel=1e-6)
+    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [([5, 7, 11, 13], [17, 19, 23])])
+    h = half.hidden(torch.tensor([[5, 7, 11, 13, 17, 19]]))[0, 3:].double()
+    logp = (h @ half.head.double().T).log_softmax(-1)
+    expected = sum(logp[i, token] for i, token in enumerate((17, 19, 23)))
+    assert score == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +276,7 @@ def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
 
 
-def lm_evals_own(folder, tokenizer):
+def lm_evals_own(folder, tokenizer, max_length=512):
     """Return lm-eval's Hugging Face backend."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
     from lm_eval.models.huggingface import HFLM
@@ -295,7 +288,7 @@ def lm_evals_own(folder, tokenizer):
         batch_size=16,
         logits_cache=False,
         device="cpu",
-        max_length=512,
+        max_length=max_length,
     )
 
 
@@ -311,7 +304,7 @@ def joined(tmp_path_factory, student):
 
 
 def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined):
-    """What follows that token is the continuation. Where nothing follows, neither has an answer."""
+    """What follows that token is the continuation."""
     tokenizer = load_tokenizer(str(joined))
     scorer = ev.Scorer(Qwen2.from_pretrained(str(joined)), tokenizer)
     theirs = lm_evals_own(joined, tokenizer)
@@ -321,32 +314,21 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         whole = tokenizer.encode(context + continuation)
         assert whole[: len(ids)] != ids and len(whole) > len(ids)
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
-    pair = tuple(JOINED.split("|"))
-    assert len(tokenizer.encode("".join(pair))) <= len(tokenizer.encode(pair[0]))
-    with pytest.raises(AssertionError):
-        score_pairs(theirs, pair)
-    with refusal(f"'{pair[1]}' after '{pair[0]}' has no score"):
-        score_pairs(scorer, pair)
 
 
-def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(tokenizer, tmp_path):
+def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
     """test_teacher.py has the logits of other families."""
-    torch.manual_seed(3)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0}
-    config = transformers.AutoConfig.for_model("gemma2", **shape, pad_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    folder = make(*FOREIGN["a cap"])
+    tokenizer = load_tokenizer(folder)
+    scorer = ev.Scorer(load_teacher(folder, torch.float32, torch.device("cpu")), tokenizer)
     pairs = [("rain on", " seven boats 13 quiet"), ("", "dog under old trees"), ("a", " cat")]
-    scorer = ev.Scorer(load_teacher(tmp_path, torch.float32, torch.device("cpu")), tokenizer)
-    theirs = lm_evals_own(tmp_path, tokenizer)
+    theirs = lm_evals_own(folder, tokenizer)
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
 
 
 def test_a_task_with_an_item_without_a_score_is_named(joined, data, tmp_path):
     items = shutil.copytree(data, tmp_path / "items")
-    texts = [{"text": JOINED.replace("|", "")}, {"text": "the cat saw the quiet boats"}]
+    texts = [{"text": "rain on"}, {"text": "the cat saw the quiet boats"}]  # " on" has no token
     write_items(items, "lambada_openai", "test", texts)
     flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
     with refusal("lambada_openai: ' on' after 'rain' has no score.*--tasks can leave out"):
@@ -383,30 +365,32 @@ def test_two_sets_of_the_protocol(data):
         names = tasks.SUITES[split]
         assert tasks.choose_tasks("all", split) == [*names]
         assert {len(items_of(open_local(data, name, split))) for name in names} == {n}
-    scores, _ = bench(Recorder(), names, f"--data_dir={data} --split=validation")
-    n_paper = {name: values["n_paper"] for name, values in scores.items()}
+    n_paper = {name: items.n_paper for name, items in names.items()}
     assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
 
-@pytest.mark.parametrize(
-    "split", ["made-up", *(pytest.param(s, marks=needs_shared) for s in tasks.SUITES)]
-)
-def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, data, tmp_path):
+@pytest.mark.parametrize("kind", ["made-up", pytest.param("real", marks=needs_shared)])
+def test_scores_equal_those_of_lm_evals_own_backend(kind, student, tokenizer, data, tmp_path):
     """Every log-likelihood, greedy flag and score; on real weights and items if they are here."""
-    if split == "made-up":
+    suite = tasks.SUITES["heldout"]
+    if kind == "made-up":
         folder = tmp_path
         student.save_pretrained(folder, tokenizer)
-        flags = f"--data_dir={data}"
-        names = tasks.SUITES["heldout"]
+        names = [*suite]
     else:
         folder = SHARED / "stories260k"
-        flags = f"--data_dir={SHARED}/eval --limit=3 --split={split}"
-        names = [name for name, items in tasks.SUITES[split].items() if items.sha256 != "-"]
+        names = [name for name in suite if suite[name].sha256 != "-"]
+        for name in names:
+            file = f"{name}/{suite[name].split}.jsonl"
+            items = (SHARED / "eval" / file).read_text().splitlines()[:3]
+            world.write_jsonl(tmp_path / file, map(json.loads, items))
+        data = tmp_path
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
     bos = leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
-    (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
+    flags = f"--data_dir={data} --log_samples"
+    (a, of_a), (b, of_b) = (bench(lm, names, flags) for lm in (ours, theirs))
     for name in names:
         assert_close(responses(of_a[name]), responses(of_b[name]))
         for key in ("acc", "acc_norm", "prompts_sha256"):
@@ -420,25 +404,19 @@ def responses(samples):
 
 
 def test_the_hub_gives_the_same_items(data, tmp_path, monkeypatch):
-    asked = []
     load = datasets.load_dataset
-
-    def load_local(path, *args, **keys):
-        asked.append(path)
-        return load(str(tmp_path / path), *args, **keys)
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets, "load_dataset", load_local)
-    sources = {
-        "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
-        "piqa": ("baber/piqa", "default", "validation"),
-    }
-    for name, (repository, part, split) in sources.items():
-        expected = open_local(data, name)
-        world.write_like_the_hub(tmp_path / repository, items_of(expected), part, split)
-        task = tasks.open_task(name, "heldout", None, any_items=True)
-        assert asked[-1] == repository and task.source == f"{repository} [{split}]"
-        assert task.sha256 == expected.sha256 and items_of(task) == items_of(expected)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda path, *args, **keys: load(f"{tmp_path}/{path}", *args, **keys),
+    )
+    expected = open_local(data, "arc_easy")
+    repository = "allenai/ai2_arc"
+    world.write_like_the_hub(tmp_path / repository, items_of(expected), "ARC-Easy", "test")
+    task = tasks.open_task("arc_easy", "heldout", None, any_items=True)
+    assert task.source == f"{repository} [test]"
+    assert task.sha256 == expected.sha256 and items_of(task) == items_of(expected)
 
 
 @needs_shared
@@ -450,56 +428,33 @@ def test_the_published_items_are_those_that_are_known(split, name):
     assert tasks.open_task(name, split, f"{SHARED}/eval")
 
 
-# a task, and what replaces fields of its item; lm-eval fails at some, and scores others wrongly
-BAD_ITEMS = """
-arc_easy => "answerKey": "E" => .E. is not in list
-arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0. of 1 choices
-arc_easy => "question": null => a field is null
-openbookqa => "answerKey": "" => .. is not in list
-hellaswag => "label": "-1" => answer .-1. .from 0. of 2 choices
-piqa => "label": 0.5 => answer 0.5 .from 0. of 2 choices
-piqa => "label": -1 => answer -1 .from 0. of 2 choices
-social_iqa => "label": "0" => answer .-1. .from 0. of 3 choices
-social_iqa => "label": "4" => answer 3 .from 0. of 3 choices
-winogrande => "sentence": "Ann ran." => substring not found
-winogrande => "answer": "" => KeyError
-"""
-# those that differ from the other items in their types, and a whole file of labels as texts
-BAD_FILES = """
-hellaswag => "label": "" => invalid literal for int
-hellaswag => "ctx_b": 3 => ArrowTypeError
-piqa => "label": "1" => ArrowInvalid
-winogrande => "answer": 1 => ArrowTypeError
-storycloze_2016 => "answer_right_ending": "" => invalid literal for int
+# a task, what replaces fields of its item, how many good ones stand before and after, and the
+# problem; lm-eval fails at some, and scores others wrongly
+BAD_ITEMS = r"""
+arc_easy => "answerKey": "E" => 1 => item 1: .*.E. is not in list.*expected an item of arc_easy
+arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => 1 => answer 1 .from 0. of 1 choices
+arc_easy => "question": null => 1 => item 1: .*a field is null
+openbookqa => "answerKey": "" => 1 => item 1: .*.. is not in list
+hellaswag => "label": "-1" => 1 => item 1: .*answer .-1. .from 0. of 2 choices
+piqa => "label": 0.5 => 1 => answer 0.5 .from 0. of 2 choices
+piqa => "label": "1" => 0 => item 0: .*answer '1' .from 0. of 2 choices
+social_iqa => "label": "0" => 1 => answer .-1. .from 0. of 3 choices
+winogrande => "sentence": "Ann ran." => 1 => substring not found
+winogrande => "answer": "" => 1 => KeyError
+hellaswag => "label": "" => 1 => cannot be used .*invalid literal for int
+hellaswag => "ctx_b": 3 => 1 => cannot be used .*ArrowTypeError
+storycloze_2016 => "answer_right_ending": "" => 1 => cannot be used .*invalid literal for int
 """
 
 
-def write_bad(folder, name, fields, n_good=1):
+@pytest.mark.parametrize(("name", "fields", "n_good", "problem"), world.read_table(BAD_ITEMS))
+def test_items_without_a_right_answer_are_named(name, fields, n_good, problem, tmp_path):
     good, _ = PROMPTS[name]
-    split = tasks.SUITES["heldout"][name].split
     bad = good | json.loads(f"{{{fields}}}")
-    write_items(folder, name, split, [*[good] * n_good, bad, *[good] * n_good])
-
-
-@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
-def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
-    write_bad(tmp_path, name, fields)
-    with refusal(rf"{name}/\w+.jsonl, item 1: .*{problem}.*expected an item of {name}"):
+    goods = [good] * int(n_good)
+    write_items(tmp_path, name, tasks.SUITES["heldout"][name].split, [*goods, bad, *goods])
+    with refusal(f"{tmp_path}/.*{problem}"):
         open_local(tmp_path, name)
-
-
-@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_FILES))
-def test_files_of_items_that_lm_eval_cannot_read_are_refused(name, fields, problem, tmp_path):
-    write_bad(tmp_path, name, fields)
-    with refusal(f"{tmp_path}/.*: cannot be used .*{problem}"):
-        open_local(tmp_path, name)
-
-
-def test_labels_that_are_texts_are_no_answers(tmp_path):
-    """With these lm-eval would give piqa an accuracy of 0."""
-    write_bad(tmp_path, "piqa", '"label": "1"', 0)
-    with refusal("item 0: .*answer '1' .from 0. of 2 choices"):
-        open_local(tmp_path, "piqa")
 
 
 @pytest.fixture(scope="module")
@@ -536,7 +491,7 @@ def read(folder, kind="figures"):
     return [x for x in read_jsonl(folder / "results.jsonl") if x["kind"] == kind][-1]
 
 
-def test_from_checkpoints_to_tables(out, capsys, printed):
+def test_from_checkpoints_to_tables(out, capsys):
     """A run's folder stands for its students; those that are not finished are named."""
     (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
@@ -554,10 +509,6 @@ def test_from_checkpoints_to_tables(out, capsys, printed):
     output = capsys.readouterr()
     assert output.out.split()[: len(text.split())] == text.split()
     assert output.out.endswith(f"\nLeft out, as they have no results: {out}/tad.\n\n")
-    score(f"{out}/pretrain --tasks=none --max_rows=2 --teacher=none")
-    text = printed()
-    assert cells(text, "pretrain")[1] and " ± " not in "".join(cells(text, "pretrain"))
-    assert "in 2 rows of 3 documents, too few for an interval; no teacher." in text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
@@ -599,8 +550,6 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
         score(f"{out}/alra --max_length=601 {flags}")
     score(f"{out}/alra {flags}")
     assert "Avg. (8 of 9)" in printed()  # all tasks, without StoryCloze
-    score(f"{out}/alra {flags} --storycloze={data}/stories.csv")
-    assert "Avg. |" in printed()
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
@@ -650,7 +599,8 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
     (tmp_path / "link").symlink_to(out / "alra/model")
     names = f"{out}/alra {tmp_path}/link {trained}/teacher"
     sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-300".split())
-    _, alra, link, teacher = capsys.readouterr().out.split("--- ")
+    parts = capsys.readouterr().out.split("--- ")
+    alra, link, teacher = (part.partition("\n")[2] for part in parts[1:])
     tokenizer = load_tokenizer(f"{trained}/teacher")
     model = make_model(STUDENT, 9, 7.0)
     ids = [0, *tokenizer.encode("the")]
@@ -658,19 +608,16 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         if ids[-1] == 0:
             break
-    assert alra.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
-    assert link.partition("\n")[2] == alra.partition("\n")[2] != teacher.partition("\n")[2]
-    sample.main([f"{out}", "--prompt=the", "--tokens=0"])  # a run
-    assert capsys.readouterr().out == f"--- {out}/alra\nthe\n--- {out}/pretrain\nthe\n"
+    assert alra == link == f"{tokenizer.decode(ids[1:])}\n" != teacher
+    sample.main([f"{out}", "--prompt=the\n", "--tokens=0"])  # a run
+    assert capsys.readouterr().out == f"--- {out}/alra\nthe\n\n--- {out}/pretrain\nthe\n\n"
     texts = []
     for flag in ("--temperature=0", "--seed=1", "--seed=1", "--seed=2"):
         sample.main([f"{out}/alra", "--prompt=the", "--tokens=9", flag])
         texts.append(capsys.readouterr().out)
-    assert texts[0] == alra.partition("\n")[2] and texts[1] == texts[2] != texts[3]
-    sample.main([f"{out}/alra", "--prompt=the\n", "--tokens=0"])
-    assert capsys.readouterr().out == "the\n\n"
+    assert texts[0] == alra and texts[1] == texts[2] != texts[3]
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
-    make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
+    make_model(short).save_pretrained(tmp_path / "short", tokenizer)
     opened = sample.open_checkpoint(str(tmp_path / "short"))
     args = SimpleNamespace(tokens=99, temperature=0)
     assert len(sample.generate(opened, [5, 7], args)) == 4 + 1

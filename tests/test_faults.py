@@ -138,6 +138,12 @@ cfgg.py => cfgg.py: no such config file \(\*.py\), did you mean cfg.py\?
 OTHER = "cp -r teacher other then set other"
 PERMUTED = f"{OTHER}/tokenizer.json model.vocab.a=66 model.vocab.b=65"
 SHORT = f"{OTHER}/config.json max_position_embeddings=8"
+ADDS_BOS = f'{OTHER}/tokenizer_config.json add_bos_token=true bos_token="<|endoftext|>"'
+OTHER_ID = f"{OTHER}/tokenizer_config.json "
+OTHER_ID += 'added_tokens_decoder={"7":{"content":"<|endoftext|>"}}'
+ADAPTER = "cp -r teacher other; cd other; mv config.json adapter_config.json"
+OTHER_EVAL = EVAL.replace("run/alra", "other")
+OTHER_SAMPLE = SAMPLE.replace("run/alra", "other")
 COMMANDS = rf"""
 {NEW} --resume_from={STEP} --max_steps=2 => max_steps=2: new is at step 3; set at least that
 {NEW} --resume_from={STEP} --student=16x1x2 => resume_from=.*: shape.hidden_size was
@@ -227,6 +233,12 @@ teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 {BRANCH[:-1]}4 => mv {STEP} {STEP[:-1]}4 => its name is not that of step 3
 {EVAL} => tensor {MODEL} {NORM} x*float("nan") => {NORM} .*finite
 {EVAL} => fill val 1000 => data/val.bin: .*id
+{OTHER_EVAL} => {ADDS_BOS} => add_bos_token is True in tokenizer_config.json, but
+{OTHER_SAMPLE} => {ADDS_BOS} => add_bos_token is True in tokenizer_config.json, but
+{OTHER_EVAL} => {OTHER_ID} => give '<\|endoftext\|>' the id 7, but it is loaded with
+{NEW} --teacher=other => {OTHER_ID} => give '<\|endoftext\|>' the id 7, but it is loaded with
+{OTHER_EVAL} => {ADAPTER} => merge the adapter with its model, and save that
+{NEW} --teacher=other => {ADAPTER} => merge the adapter with its model, and save that
 {EVAL} => fill val 4294967295 => the chosen held-out rows have no targets; choose others
 {NEW} --data_dir=data,b => cp -r data b => data,b: two folders hold the same rows
 {NEW} --data_dir=data,b => cp -r data b then set b/train.json val_share=0.5 sha256="b" => \
@@ -350,9 +362,6 @@ sed -i s/sums/x/ {STEP}/state.json
 cp half/alra/checkpoints/step_00000002/model/model.safetensors {STEP}/model
 rm {STEP}/model/model.safetensors
 rm {STEP}/training.pt
-truncate -s -100 {STEP}/model/model.safetensors
-truncate -s -100 {STEP}/training.pt
-tensor {STEP}/model/model.safetensors {NORM} x+1
 printf x | dd of={STEP}/training.pt bs=1 seek=2000 conv=notrunc
 """
 BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may leave behind
@@ -491,35 +500,33 @@ def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place,
 
 
 # a log and a tokenizer; weights or moments
-@pytest.mark.parametrize("limit", [1_000, 15_000])
+@pytest.mark.parametrize(("limit", "last"), [(1_000, 2), (15_000, 99)])
 def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
-    limit, folder, monkeypatch, capsys
+    limit, last, folder, monkeypatch, capsys
 ):
     """No file may grow beyond a limit, from the second update to the third, or to the end."""
     command = f"{NEW} --teacher_cache=True"
     update = train.update
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for last in (2, 99):
 
-        def limited(*args, last=last):
-            step = args[3]
-            if step == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
-            if step == last:
-                resource.setrlimit(resource.RLIMIT_FSIZE, whole)
-            return update(*args)
+    def limited(*args):
+        step = args[3]
+        if step == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
+        if step == last:
+            resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        return update(*args)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "update", limited)
-            code = run(command)
-        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
-        output = capsys.readouterr()
-        assert code == (last == 99)
-        assert code == output.err.count("Error: new/")
-        assert run(command) == 0 and end_of("new") == end_of("run")
-        for method in ("pretrain", "alra"):
-            world.assert_same(Path("new"), Path("run"), method, 4)
-        shell("rm -r new")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", limited)
+        code = run(command)
+    resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+    output = capsys.readouterr()
+    assert code == (last == 99)
+    assert code == output.err.count("Error: new/")
+    assert run(command) == 0 and end_of("new") == end_of("run")
+    for method in ("pretrain", "alra"):
+        world.assert_same(Path("new"), Path("run"), method, 4)
 
 
 def test_a_run_for_which_memory_is_too_small_is_one_line(folder, monkeypatch, capsys):
@@ -626,29 +633,6 @@ def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
     names = [json.loads(x)["name"] for x in output.out.splitlines() if x.startswith("{")]
     assert names == ["run/alra", "teacher"] and "\nProtocol" in output.out
     assert output.err.endswith("UserError: new/results.jsonl: full\n")
-
-
-ADDS_BOS = f'{OTHER}/tokenizer_config.json add_bos_token=true bos_token="<|endoftext|>"'
-TOKEN = '{"7":{"content":"<|endoftext|>"}}'
-OTHER_ID = f"{OTHER}/tokenizer_config.json added_tokens_decoder={TOKEN}"
-ADAPTER = "cp -r teacher other; cd other; mv config.json adapter_config.json"
-
-
-@pytest.mark.parametrize(
-    ("cause", "message"),
-    [
-        (ADDS_BOS, "add_bos_token is True in tokenizer_config.json, but"),
-        (OTHER_ID, "give '<|endoftext|>' the id 7, but it is loaded with"),
-        (ADAPTER, "merge the adapter with its model, and save that"),
-    ],
-)
-def test_what_one_script_refuses_every_one_does(cause, message, folder, capsys):
-    apply(cause)
-    commands = [EVAL.replace("run/alra", "other"), SAMPLE.replace("run/alra", "other")]
-    if cause != ADDS_BOS:  # rows have their own BOS
-        commands.append(f"{NEW} --teacher=other")
-    for command in commands:
-        assert run(command) == 1 and message in capsys.readouterr().err
 
 
 def test_a_special_token_in_a_prompt_is_told(folder, capsys):

@@ -109,7 +109,7 @@ atkd
 atkd: tau=2.0, easy_weight=0.2
 rld
 rld: tau=4.0, tau_conf=2.0, alpha=0.7, beta=8.0
-ldrld
+ldrld: d=9
 ldrld: d=2, tau=4.0
 ldrld: d=5, pair_reduction='sum', alpha=10.5, beta=7.0
 tad
@@ -118,7 +118,7 @@ tad: norm='none', tau=2.0, top_k=36
 tad: beta=0.0
 bild
 bild: top_k=3, tau=1.0
-alra: d_max=13
+alra: d_max=11
 alra: d_max=7, lambda_pair=0.3, detach_weights=False
 alra: d_max=7, tau=2.0, tau_p=3.0, gamma=2.0, eps=0.01
 alra: d_max=7, anchor='none'
@@ -130,7 +130,7 @@ alra: d_max=7, pair='pra_u'
 alra: d_max=7, budget='fixed', pair='pra_u'
 alra: d_min=7, d_max=7, coefficients='exact', w_mass=0.5, w_local=2.0, w_rest=3.0
 alra: d_max=7, tau=1.5, coefficients='exact', lambda_pair=0.0
-alra: d_max=17, gamma=0.0, lambda_pair=0.0
+alra: d_max=9, gamma=0.0, lambda_pair=0.0
 reverse_kl: tau=2.0
 jsd
 jsd: beta=0.1, tau=2.0
@@ -254,14 +254,6 @@ def test_alra_pieces_are_those_of_the_paper(d_max, anchor, kind):
         for key in ("d_u", "support", "mass", "local", "rest", "pair"):
             got = getattr(terms, key)[u].item()
             assert got == pytest.approx(float(piece[key]), rel=1e-9, abs=1e-12)
-
-
-def test_choices_are_the_same_in_fp32():
-    z_s, z_t, y = case(n=211, v=101, dtype=torch.float32)
-    narrow = losses.alra(z_s, z_t, y)
-    wide = losses.alra(z_s.double(), z_t.double(), y)
-    for key in ("tokens", "support", "d_u"):
-        assert torch.equal(getattr(narrow, key), getattr(wide, key))
 
 
 def test_of_equally_hard_positions_the_first_are_kept():
@@ -560,9 +552,8 @@ perplexity => no such method 'perplexity'. Known
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_bad_settings_are_refused_by_name_value_and_bound(line):
-    setting, message = line.split(" => ")
+@pytest.mark.parametrize(("setting", "message"), world.read_table(REFUSED))
+def test_bad_settings_are_refused_by_name_value_and_bound(setting, message):
     ((name, settings),) = read_settings(setting)
     refused(message, method_loss, name, *case(), **settings)
 
@@ -667,7 +658,7 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     assert_close(both, torch.cat([first, second]))
 
 
-# --- the further objectives: identities, constants, what moves and what is random
+# --- the further objectives: limits, constants, graphs
 
 
 @pytest.mark.parametrize("compiling", [False, True])  # several borders at once
@@ -705,24 +696,10 @@ def test_constant_logits_are_standardized():
     assert gradient.isfinite().all()
 
 
-def test_taids_t_moves_over_the_run():
-    def at(name, step, **settings):
-        method = losses.resolve(name, **settings)
-        return methods.scheduled_settings(method, step, 1000)
-
-    assert at("taid", 500, w_ce=1.0) == {"t": pytest.approx(0.7)}
-    assert at("taid", 500, t=0.2) == {}  # a value that was set stays
-
-
-TRACED = """
-    atkd ldrld bild adakd sekd dkd mse_logits jsd
-    skew_fkl skew_rkl abkd topk_tail logit_std akl todi taid
-"""
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
-@pytest.mark.parametrize("name", TRACED.split())
+@pytest.mark.parametrize("name", ["atkd", "ldrld", "bild", "adakd", "sekd", "akl"])
 def test_value_and_gradient_are_one_graph(name):
+    """Those that choose or sort; test_head.py compiles others."""
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
     evaluate = functools.partial(methods.evaluate, METHODS[name], torch.float32)

@@ -1,4 +1,4 @@
-"""lib/metrics.py: figures as in plain loops; products of the training path, few waits."""
+"""lib/metrics.py: figures as in plain loops, extremes, intervals."""
 
 import collections
 import math
@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import metrics
 from lib.stats import half_interval
@@ -112,27 +111,6 @@ def test_extremes_have_a_bin_or_no_ce():
     assert sums["top5"].sum() == sums["n"].sum() == 2
     assert certain["gap"][:, -1].sum() == 2  # both are wrong
     assert of_nan["ce"].isnan().sum() == of_nan["n"].sum() == 2
-
-
-class Waits(TorchDispatchMode):
-    """Counts what a GPU waits for."""
-
-    n = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = op.overloadpacket.__name__
-        if name == "index":  # by a mask, what is kept is counted first
-            self.n += any(i is not None and i.dtype == torch.bool for i in args[1])
-        self.n += name in ("nonzero", "masked_select", "_local_scalar_dense", "item")
-        return op(*args, **(kwargs or {}))
-
-
-def test_a_batch_waits_once(student, teacher, batch, monkeypatch):
-    monkeypatch.setattr(metrics, "MIN_POSITIONS", 4)
-    monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
-    with Waits() as waits:
-        sums_of([student], teacher, batch, 6)
-    assert waits.n == 2
 
 
 @pytest.mark.parametrize(("n_documents", "has_one"), [(1, False), (4, False), (5, True)])

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import losses
-import train
 from lib import parallel
 from lib.files import read_json
 from lib.hf import load_tokenizer
@@ -27,7 +26,7 @@ from tests import several, world
 from tests.world import (
     V,
     assert_same,
-    config,
+    distil,
     final_bits,
     flags,
     read_jsonl,
@@ -114,7 +113,7 @@ def alone(wide, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "METHODS", dict(losses.METHODS))
         world.add_objective_with_state(tmp_path_factory.mktemp("objective"))
-        assert train.distil(config(wide, root, WITH_STATE)) == 0
+        distil(wide, root, WITH_STATE)
     return root
 
 
@@ -189,7 +188,7 @@ def test_two_processes_share_stored_hidden_states(together):
 @pytest.mark.slow
 def test_four_processes_hold_parts_of_unequal_size_and_copies(together, tiny, tmp_path):
     root, text = together
-    assert train.distil(config(tiny, tmp_path, SHORT)) == 0
+    distil(tiny, tmp_path, SHORT)
     for name in ("uneven", "copies"):
         assert_same_run(tmp_path, root / name, "alra", step=2)
     (held,) = re.findall(r"process 1: (\d+) of Student in uneven", text)
@@ -220,7 +219,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
     for method in METHODS:
         assert final_bits(root / "cut", method, 4) == final_bits(root / "shard", method, 4)
         shutil.rmtree(by_one / method / "checkpoints/step_00000004")
-    assert train.distil(config(wide, by_one, FLAGS)) == 0
+    distil(wide, by_one, FLAGS)
     for method in METHODS:
         assert distance(root / "shard", by_one, method) < 1e-6
         n_tokens = read_json(alone / method / "run.json")["valid_tokens"]
@@ -233,7 +232,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
 @pytest.mark.slow
 def test_models_that_transformers_computes_are_sharded_too(together, wide, tmp_path):
     models = dict.fromkeys(("teacher", "student"), wide / "foreign")
-    assert train.distil(config(wide, tmp_path, FOREIGN, **models)) == 0
+    distil(wide, tmp_path, FOREIGN, **models)
     assert_same_weights(tmp_path, together[0] / "foreign", "alra", step=1)
 
 
@@ -287,22 +286,30 @@ def write_stubs(folder, stubs):
         (folder / name).chmod(0o755)
 
 
-def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(tmp_path):
-    """Killed processes leave no exit.json. Here each start but the first saves no checkpoint."""
-    srun = 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'
-    write_stubs(tmp_path, STUBS | {"srun": srun})
+def test_a_slurm_job_queues_again_three_times_without_progress_if_it_was_killed(tmp_path):
+    """Killed processes leave no exit.json. The first start alone saves a checkpoint."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
     job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
-    requeued = []
-    for count in ("", "1", "2", "3"):
-        env = job | {"SLURM_RESTART_COUNT": count}
-        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == 75
-        requeued.append(len((tmp_path / "requeued").read_text().splitlines()))
-    assert requeued == [1, 2, 3, 3]
-    write_stubs(tmp_path, {"srun": """echo '{"code": 1, "step": 2}' > out/exit.json"""})
-    assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
-    assert len((tmp_path / "requeued").read_text().splitlines()) == 3
+
+    def ended(srun, count=""):
+        write_stubs(tmp_path, STUBS | {"srun": srun})
+        ended = subprocess.run(script, cwd=tmp_path, env=job | {"SLURM_RESTART_COUNT": count})
+        return ended.returncode, len((tmp_path / "requeued").read_text().splitlines())
+
+    (tmp_path / "requeued").touch()
+    saves = 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'
+    assert [ended(saves, count) for count in ("", "1", "2", "3")] == [
+        (75, 1),
+        (75, 2),
+        (75, 3),
+        (75, 3),
+    ]
+    assert ended("exit 137", "0") == (75, 4)  # a submission counts anew
+    assert (tmp_path / "out/tries").read_text() == "1\n"
+    for code in (1, 2):  # the command's own end
+        assert ended(f"exit {code}") == (code, 4)
+    assert ended("""echo '{"code": 1, "step": 2}' > out/exit.json""") == (1, 4)
 
 
 @pytest.mark.slow
@@ -329,34 +336,8 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}
 
 
-def test_a_slurm_job_ends_with_its_command_and_a_submission_counts_anew(tmp_path):
-    write_stubs(tmp_path, STUBS | {"srun": "mkdir -p out; exit $STATUS"})
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
-    job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
-    for status, count, code in ((1, 0, 1), (2, 0, 2), (137, 0, 75), (137, 1, 75), (137, 0, 75)):
-        env = job | {"STATUS": f"{status}", "SLURM_RESTART_COUNT": f"{count}"}
-        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == code
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n" * 3
-    assert (tmp_path / "out/tries").read_text() == "1\n"
-
-
-def shard_as(rank, port):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": "2"} | place
-    cpu = torch.device("cpu")
-    parallel.start(cpu, 7)
-    parallel.shard(world.make_model(world.STUDENT), 1, cpu)
-    groups = dist.distributed_c10d._world.pg_map
-    print({group._get_backend(cpu).options._timeout for group in groups}, len(groups))
-    parallel.all_gather(None)  # process 0 has the store that the other one makes its groups by
-    parallel.stop()
-
-
 @pytest.mark.slow
-def test_all_groups_of_a_sharded_model_wait_as_long_as_they_are_told(tmp_path):
-    port = several.free_port()
-    processes = [world.start(shard_as, rank, port, out=tmp_path / f"{rank}") for rank in range(2)]
-    for process in processes:
-        process.join(60)
-    assert "{datetime.timedelta(seconds=420)} 2\n" in (tmp_path / "1").read_text()
+def test_all_groups_of_sharded_models_wait_as_long_as_they_are_told(together):
+    waits = re.findall(r"process 1: its (\d+) groups wait for \{([\d.]+)\} s", together[1])
+    assert [seconds for _, seconds in waits] == ["420.0"] * 2
+    assert all(int(n) > 1 for n, _ in waits)

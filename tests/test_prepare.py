@@ -176,49 +176,6 @@ def test_the_rule_reads_each_token_a_few_times_at_any_row_length(text):
         assert counting.reads < 5 * len(stream)
 
 
-CUT = lines_of(r"""
-One two. Three four.| Five
-One two.| Mr. Smith
-One two.| e.g. Smith
-One two.| the U.S. army
-One two.| J. R. Smith
-One two.| No. 12. The
-It was 1999.| Then
-It was 3.14.| Then
-One two...| Three
-One “two.”| Three
-One (two.)| Three
-One two?!| Three
-One two.|\tThree
-One two\r\n|Three
-One two\n|    Three
-一二。|三四
-「一二。」|三四
-一二？！|三四
-一二？|三四
-一二｡|三四
-""")
-NOT_CUT = lines_of("""
-It was| 3.14
-One (etc.)| Three
-import os.|path
-「一二。|」三四
-""")
-
-
-@pytest.mark.parametrize(("before", "after"), CUT + NOT_CUT)
-def test_cut_is_where_a_reader_would_pause(before, after):
-    wide = before[0] in "一「"
-    tokenizer, table = tokenizer_of("byte_fallback" if wide else "byte_level")
-    head = tokenizer.encode(before)
-    tail = tokenizer.encode(after)
-    assert tokenizer.decode(head + tail) == before + after
-    for extra in range(1, len(tail) + 1):  # the window ends at each place after the cut
-        stream = head + tail + [table[1].index(b"x")] * 2
-        first = rows_of(stream, table, len(head) + extra, last=False)[0]
-        assert (first == head) == ([before, after] in CUT), first
-
-
 def with_template(single):
     """A tokenizer that adds what `single` says to a text; <s> is a special token, "<" is none."""
     tokenizer = copy.deepcopy(tokenizer_of("byte_level")[0])
@@ -358,20 +315,19 @@ def test_asked_rows_are_a_prefix_and_val_comes_right_after(small, tmp_path):
     assert len(stored(tmp_path / "val.bin")) == 7
 
 
-def test_only_the_first_documents_are_read(small, tmp_path):
-    small.prepare(tmp_path, "--n_documents=17 --val_rows=0 --val_share=0.3")
-    kept = [text for text in small.texts[:17] if not prepare.held_out(text, 0.3)]
-    assert joined(stored(tmp_path / "train.bin")) == small.stream_of(kept)
-
-
-def test_held_out_documents_do_not_depend_on_batches(small, tmp_path, monkeypatch):
+def test_held_out_documents_are_of_the_first_and_do_not_depend_on_batches(
+    small, tmp_path, monkeypatch
+):
     for chars in (1, 10**6):
         monkeypatch.setattr(prepare, "BATCH_CHARS", chars)
-        small.prepare(tmp_path / str(chars), "--val_rows=0 --val_share=0.3")
+        small.prepare(tmp_path / str(chars), "--n_documents=70 --val_rows=0 --val_share=0.3")
     assert files_of(tmp_path / "1") == files_of(tmp_path / "1000000")
-    held = [text for text in small.texts if prepare.held_out(text, 0.3)]
-    assert 10 < len(held) < 40
-    assert joined(stored(tmp_path / "1/val.bin")) == small.stream_of(held)
+    parts = {"train": [], "val": []}
+    for text in small.texts[:70]:
+        parts["val" if prepare.held_out(text, 0.3) else "train"].append(text)
+    assert 5 < len(parts["val"]) < 40
+    for name, texts in parts.items():
+        assert joined(stored(tmp_path / f"1/{name}.bin")) == small.stream_of(texts)
 
 
 def test_held_out_rows_are_of_all_documents(small, tmp_path):

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import typing
 import zipfile
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from lib.files import read_json
 from losses import METHODS, Method
 from run import objective_trial, provenance, startup
 from tests import world
-from tests.world import ROOT, config, final_bits, read_table, records, refusal
+from tests.world import ROOT, config, distil, final_bits, read_table, records, refusal
 
 FILES = {
     "mine": """
@@ -238,7 +236,7 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     """A decay from the middle of a constant rate: as if the run had gone on so, also resumed."""
 
     def go(out, flags):
-        assert train.distil(config(tiny, tmp_path / out, flags)) == 0
+        distil(tiny, tmp_path / out, flags)
 
     plain = "--methods=vanilla_kd --warmup_steps=1 --lr_schedule=constant"
     go("base", f"{plain} --keep_checkpoints=9")
@@ -270,7 +268,7 @@ def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, pri
 
     def go(out, flags):
         read.clear()
-        assert train.distil(config(tiny, tmp_path / out, f"{plain} {flags}")) == 0
+        distil(tiny, tmp_path / out, f"{plain} {flags}")
         return read.copy()
 
     plain = "--methods=vanilla_kd --lr_schedule=constant --warmup_steps=1 --val_every_steps=99"
@@ -301,24 +299,20 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
     assert torch.equal(loss, expected)  # alone it has tau 0.5
 
 
-@pytest.mark.parametrize(("edits", "pattern"), [("", "abc"), ("-a\n+b\n", r"abc\+\w{12}")])
-def test_a_commit_with_edits_is_marked(edits, pattern, monkeypatch):
-    answers = {"rev-parse": "abc\n", "diff": edits}
-    git = mock.Mock(side_effect=lambda line, **_: SimpleNamespace(stdout=answers[line[3]]))
-    monkeypatch.setattr(device.subprocess, "run", git)
-    assert re.fullmatch(pattern, device.machine_facts(torch.device("cpu"))["git_commit"])
-
-
 def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monkeypatch, capsys):
-    """Not one around it, nor one that the environment names."""
+    """Not one around it, nor one that the environment names. Edits mark it."""
     if not shutil.which("git"):
         pytest.skip("needs git")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    (tmp_path / "project").mkdir()
-    monkeypatch.setattr(device, "ROOT", tmp_path / "project")
-    for _ in range(2):
-        assert device.machine_facts(torch.device("cpu"))["git_commit"] is None
+    (tmp_path / "x").touch()
+    for command in (["init", "-q"], ["add", "x"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    for edit, pattern in (("", r"\w{40}"), ("b", r"\w{40}\+\w{12}")):
+        (tmp_path / "x").write_text(edit)
+        monkeypatch.setattr(device, "ROOT", tmp_path)
+        assert re.fullmatch(pattern, device.git_commit())
+        (tmp_path / "project").mkdir(exist_ok=True)
+        monkeypatch.setattr(device, "ROOT", tmp_path / "project")
+        assert device.git_commit() is None
     assert capsys.readouterr().err.count("no commit is recorded") == 1

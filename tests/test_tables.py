@@ -150,8 +150,7 @@ def test_ablations_have_tables_of_their_own(tmp_path):
         "## Anchoring: accuracy in %, validation",
     ]
     assert cells(text, "Fixed-Budget d=25")[1:] == ["40.00"] * 4 + ["+0.00"]
-    ends = [cells(text, "*paper*", i)[-2:] for i in range(3)]
-    assert ends[0][-1] == "Ref." and ends[1:] == [["39.27", "Ref."], ["40.69", "+1.42"]]
+    assert [cells(text, "*paper*", i)[-1] for i in range(3)] == ["Ref.", "Ref.", "+1.42"]
 
 
 def test_several_seeds_become_mean_and_interval(tmp_path):
@@ -256,13 +255,6 @@ def test_other_rows_have_a_table_of_their_own(tmp_path):
     assert re.findall("Held-out rows .*", text) == [
         f"Held-out rows 0 to {n} of data/x" for n in (9, 99)
     ]
-
-
-def test_results_of_several_commands_stand_in_one_row(tmp_path):
-    for method in ("pretrain", "alra"):
-        fake(tmp_path / method, method, {"piqa": 30.0})
-        fake(tmp_path / method, method, {"arc_easy": 40.0, "winogrande": 50.0})
-    assert cells(table_of(tmp_path), "ALRA")[1:5] == ["40.00", "30.00", "50.00", "40.00"]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-import configure
 import eval as ev
-import prepare
 import train
 from lib.files import write_json
 from lib.hf import load_tokenizer, weights_hash
@@ -40,14 +38,12 @@ from tests.world import (
     V,
     assert_same,
     config,
+    distil,
     edit,
     final_bits,
-    read_jsonl,
     read_table,
-    records,
     refusal,
     tensor,
-    write_text,
 )
 
 SMALL = json.loads("""{
@@ -219,7 +215,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
     """The same bits as from a teacher and a student without the padding."""
     shape = Qwen2Config(16, 24, 1, 2, 2, vocab_size=V + 7, max_position_embeddings=64)
     folder = tmp_path / "student"
-    flags = "--methods=alra --max_steps=2 --schedule_steps=2 --warmup_steps=1"
+    flags = "--methods=vanilla_kd --max_steps=2 --schedule_steps=2 --warmup_steps=1"
     models = f"--student={folder} --student_weights={folder} --teacher={tmp_path}/cut"
     wide = make("mistral", {"vocab_size": V + 5, "sliding_window": None})
     students = []
@@ -231,8 +227,8 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
         student.cut(V + pad_s)
         student.save_pretrained(folder)
         out = tmp_path / f"{pad_t}-{pad_s}"
-        assert train.distil(config(tiny, out, f"{flags} {models}")) == 0
-        students.append(Qwen2.from_pretrained(f"{out}/alra"))
+        distil(tiny, out, f"{flags} {models}")
+        students.append(Qwen2.from_pretrained(f"{out}/vanilla_kd"))
     assert [s.config.vocab_size for s in students] == [V, V, V, V + 5]
     assert len({weights_hash(s) for s in students[:3]}) == 1
 
@@ -248,7 +244,7 @@ def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
             check_vocabulary("teacher", V, tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["a cap", "mixture of experts", "a text decoder in a wrapper"])
+@pytest.mark.parametrize("kind", ["mixture of experts", "a text decoder in a wrapper"])
 def test_students_of_other_families_learn_resume_and_are_saved(
     kind, make, tiny, tmp_path, monkeypatch, printed
 ):
@@ -265,7 +261,7 @@ def test_students_of_other_families_learn_resume_and_are_saved(
     ):
         keys = dict.fromkeys(("teacher", "student"), folder)
         keys["data_dir"] = tmp_path / "data"
-        assert train.distil(config(tiny, tmp_path / out, f"{flags} {text}", **keys)) == 0
+        distil(tiny, tmp_path / out, f"{flags} {text}", **keys)
     assert final_bits(tmp_path / "whole", "alra", 2) == final_bits(tmp_path / "half", "alra", 2)
     for out, dtype in (("whole", torch.float32), ("bf16", torch.bfloat16)):
         opened = open_checkpoint(f"{tmp_path}/{out}/alra")  # checks its weights and shape
@@ -366,39 +362,6 @@ def test_a_weight_that_few_texts_touch_must_be_finite_too(make):
         load(folder)
 
 
-# a small stand-in for each config's teacher
-CONFIGS = {
-    "qwen3_200m": NATIVE["qwen3"],
-    "pythia_160m": FOREIGN["pythia"],
-    "smollm2_30m": NATIVE["smollm2"],
-}
-UPDATES = (
-    "--source_config=None --train_rows=100 --n_documents=None --val_rows=0 --val_share=0.1 "
-    "--seq_len=16 --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 "
-    "--micro_batch=2 --compile=False --shuffle=True"
-)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_configs_of_other_teachers_train(name, make, tmp_path):
-    teacher = make(*CONFIGS[name])
-    text = write_text(tmp_path / "text.jsonl", 90)
-    folders = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
-    flags = [f"--source={text}", f"--teacher={teacher}", *folders, *UPDATES.split()]
-    prepare.prepare(configure.load([f"config/{name}.py", *flags]))
-    real = configure.load([f"config/{name}.py"])
-    student = json.dumps(ONE_LAYER | {"tie_word_embeddings": "pythia" not in name})
-    cfg = configure.load([f"config/{name}.py", *flags, f"--student={student}"])
-    assert train.distil(cfg) == 0
-    shape = load_config(f"{tmp_path}/out/alra")
-    expected = inherited(teacher)
-    tied = student_config(real.student, expected).tie_word_embeddings
-    assert shape.tie_word_embeddings == tied
-    assert vars(shape) | expected == vars(shape)
-    folder = f"{tmp_path}/out/alra/model"
-    check_close(Qwen2.from_pretrained(folder)(IDS), transformers_logits(folder))
-
-
 @pytest.mark.parametrize(
     ("family", "head_dim", "context"),
     [("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 2048)],
@@ -412,7 +375,7 @@ def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, conte
 
 
 def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_path):
-    """One has a cap on its logits, one a padded vocabulary. Record, cache and eval.py know all."""
+    """One has a cap on its logits, one a padded vocabulary. Record and cache know all."""
     padded = tmp_path / "padded"
     small = Qwen2Config(16, 24, 1, 2, 1, vocab_size=V + 8)
     init_student(small, 3).save_pretrained(padded, load_tokenizer(TOKENIZER))
@@ -429,12 +392,8 @@ def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_pa
     flags = "--methods=vanilla_kd --max_steps=2 --teacher_cache="
     keys = {"teacher": ",".join(names), "data_dir": data}
     for cache in ("False", "True"):
-        assert train.distil(config(tiny, tmp_path / cache, flags + cache, **keys)) == 0
+        distil(tiny, tmp_path / cache, flags + cache, **keys)
     assert_same(tmp_path / "False", tmp_path / "True", "vanilla_kd", 2)
-    ev.main([f"{tmp_path}/True", "--tasks=none"])
-    values = read_jsonl(tmp_path / "True/vanilla_kd/results.jsonl")[-1]["values"]
-    logged = records(tmp_path / "True", "vanilla_kd")[-1]
-    assert values["teacher_ce"] == pytest.approx(logged["val_teacher_ce"], rel=1e-6)
     keys["teacher"] = ",".join(names[:2])
     with refusal("teacher_sha256 was"):
         train.distil(config(tiny, tmp_path / "True", flags + "True", **keys))

@@ -5,9 +5,7 @@ import importlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import configure
+import train
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
@@ -72,10 +71,6 @@ def n_params(model) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def hash_of_tokenizer(name):
-    return tokenizer_hash(load_tokenizer(name))
-
-
 def write_text(file, n=40, seed=1):
     """Write documents of 30 words with ends of lines and sentences, as jsonl."""
     words = np.random.default_rng(seed).choice(["one", "two ", "a line.\n", "So? "], (n, 30))
@@ -102,7 +97,7 @@ def write_rows(folder, name, n=97, seed=1, ids=None, tokenizer=TOKENIZER, **fact
     manifest |= {"rows": len(ids), "row_len": ids.shape[1]}
     manifest |= {"sha256": f"{name}{seed}", "quick_sha256": quick_hash(file)}
     if not facts.get("tokenizer_sha256"):
-        facts["tokenizer_sha256"] = hash_of_tokenizer(str(tokenizer))
+        facts["tokenizer_sha256"] = tokenizer_hash(load_tokenizer(str(tokenizer)))
     write_json(folder / f"{name}.json", manifest | facts)
     return ids
 
@@ -139,6 +134,11 @@ def flags(world, out, text="", **changes):
 
 def config(world, out, text="", **changes):
     return configure.load(flags(world, out, text, **changes))
+
+
+def distil(world, out, text="", **changes):
+    """Make a run to its end."""
+    assert train.distil(config(world, out, text, **changes)) == 0
 
 
 def import_objective(code, folder):
@@ -312,18 +312,3 @@ def _begin(function, args, out):
     for stream in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     function(*args)
-
-
-def run_main(script, *argv: str):
-    module = importlib.import_module(script.removesuffix(".py"))
-    sys.exit(configure.guard(lambda: module.main(argv)))
-
-
-def kill_when(ready, function, *args):
-    """Start a process, and kill it with its children once `ready()`. It must not end before."""
-    process = start(function, *args)
-    while not ready():
-        assert process.is_alive(), f"ended with {process.exitcode} before it was killed"
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join()

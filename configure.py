@@ -105,6 +105,8 @@ class Config:
     repeat_rows: bool = False
     # leave the token after an EOS (a document's first token, or its BOS) out of the loss
     mask_after_eos: bool = False
+    # let tokens attend to their own document alone, not to earlier ones in the row
+    mask_documents: bool = False
 
     # ---- optimisation (paper, appendix E.1)
 

@@ -287,6 +287,7 @@ def score_rows(
         "rows": f"{args.skip_rows:,} to {index[-1]:,} of {data_dir}",
         "teacher": teacher_name,
         "dtype": args.dtype,
+        "mask_documents": rows.mask_documents or None,  # None is in no table
     }
     scored = {
         "rows_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
@@ -302,10 +303,10 @@ def score_rows(
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.run)
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
-        teacher = teacher or load_teacher(teacher_name, dtype, device)
+        teacher = teacher or load_teacher(teacher_name, dtype, device, rows=rows)
         teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids)
-    models = [c.load(dtype, device, rows.n_vocab) for c in checkpoints]
+    models = [c.load(dtype, device, rows) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     return [
         write("figures", values | references, protocol, scored, c, device)
@@ -323,6 +324,7 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], teacher_name,
     n_vocab = min(c.n_vocab for c in checkpoints)
     n_vocab = min(n_vocab, inherited(teacher_name).get("vocab_size", n_vocab))
     rows = Rows(data_dir, "val", seq_len, False, n_vocab)
+    rows.mask_documents = bool(shared_setting(None, "mask_documents", checkpoints))
     bos = rows.manifest["bos"]
     for c in checkpoints:
         if not args.rows:
@@ -438,11 +440,13 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     """
     if value:
         return None if value == "none" else value
-    values = {c.run["config"].get(key) for c in checkpoints if c.run} - {None}
+    default = getattr(configure.Config, key)  # of runs that are older than the key
+    values = {c.run["config"].get(key, default) for c in checkpoints if c.run} - {None}
     if len(values) > 1:
+        words = " in one run, ".join(sorted(map(str, values)))
         raise UserError(
-            f"{key}: {' in one run, '.join(sorted(values))} in another; score them apart, or set "
-            "--rows or --teacher"
+            f"{key}: {words} in another; score them apart (--rows replaces data_dir, --teacher "
+            "teacher)"
         )
     return max(values, default=None)
 

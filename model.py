@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lib import parallel
 from lib.device import gib
@@ -220,6 +221,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
+# attention of queries, keys and values, each to all earlier tokens
+causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def within_documents(idx: Tensor, end: int) -> Callable:
+    """Return an attention like `causal`, but to the earlier tokens of the same document alone.
+
+    Positions go on in the next document: with rotary angles, only their differences matter.
+
+    idx  [B, T] int64 token ids
+    end  the id that ends each document
+    """
+    is_end = (idx == end).long()
+    document = is_end.cumsum(1) - is_end  # [B, T] number of documents that ended before
+
+    def is_seen(b, h, q, k):
+        return (q >= k) & (document[b, q] == document[b, k])
+
+    n_rows, n = idx.shape
+    if idx.is_cuda:  # compiled, so that no [T, T] is in memory
+        mask = torch.compile(create_block_mask)(is_seen, n_rows, None, n, n, idx.device)
+        return functools.partial(torch.compile(flex_attention), block_mask=mask)
+    b = torch.arange(n_rows)[:, None, None, None]
+    t = torch.arange(n)
+    mask = is_seen(b, 0, t[:, None], t)  # [B, 1, T, T]
+    return functools.partial(F.scaled_dot_product_attention, attn_mask=mask)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, [B, T, D] -> [B, T, D]."""
 
@@ -238,18 +267,18 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(k, config.rms_norm_eps)
             self.k_norm = RMSNorm(k, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
+    def forward(self, x, cos, sin, attend) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         # [B, H, T, K], and k and v [B, G, T, K]
-        q, k, v = (project(x).view(heads).transpose(1, 2) for project in projections)
+        q, k, v = (
+            project(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for project in projections
+        )
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -278,8 +307,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp(config)
 
-    def forward(self, x, cos, sin) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x, *inputs) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -301,6 +330,7 @@ class Qwen2(nn.Module):
     """
 
     layer = Layer
+    document_end: int | None = None  # see `within_documents`; None: documents see earlier ones
 
     def __init__(self, config):
         super().__init__()
@@ -323,12 +353,14 @@ class Qwen2(nn.Module):
         """
         x = self.model.embed_tokens(idx).to(dtype=dtype)  # [B, T, D]
         positions = torch.arange(idx.shape[1], device=idx.device)
-        cos, sin = (table.to(x.dtype) for table in rotary(positions, self.config))  # [T, K]
+        inputs = [table.to(x.dtype) for table in rotary(positions, self.config)]  # [T, K] each
+        end = self.document_end
+        inputs.append(causal if end is None else within_documents(idx, end))
         for layer in self.model.layers:
             if recompute:
-                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, *inputs, use_reentrant=False)
             else:
-                x = layer(x, cos, sin)
+                x = layer(x, *inputs)
         return self.model.norm(x)
 
     @property

@@ -59,7 +59,7 @@ from run.methods import compute_dtype, head_losses, make_method, method_at, meth
 from run.provenance import student_shape
 from run.startup import open_teacher
 from run.students import Run, Student
-from run.teacher import draw_model, load_model
+from run.teacher import draw_model, load_model, mask_documents
 from run.validate import validate
 
 # ----------------------------------------------------------------------------------------------
@@ -113,6 +113,8 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
     """
     dtype = compute_dtype(cfg)
     model = initial_model(cfg)
+    if cfg.mask_documents:
+        mask_documents(model, cfg.student, tokenizer.eos_token_id)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)  # for the initial weights of the method's modules
     method = make_method(name, cfg)

@@ -103,6 +103,7 @@ class Rows:
         self.ids = ConcatDataset([open_rows(folder, name)[0] for folder in folders])
         self.manifest = read_manifest(data_dir, name)
         self.n = len(self.ids)
+        self.mask_documents = False  # whether a token sees its own document alone (configure.py)
         self.first_row_step = 0  # the update that reads row 0; not 0 in a branch on other rows
         self.file = f"{folders[0]}/{name}.bin"
         self.n_vocab = n_vocab

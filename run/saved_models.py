@@ -49,8 +49,8 @@ class Checkpoint(NamedTuple):
                 note(f"{self.name}: {token.content!r} is one token here, plain text in training")
         return [self.first_token, *ids]
 
-    def load(self, dtype, device, vocab_size: int | None = None) -> Teacher:
-        return load_teacher(self.folder, dtype, device, vocab_size=vocab_size)
+    def load(self, dtype, device, rows=None) -> Teacher:
+        return load_teacher(self.folder, dtype, device, rows=rows)
 
 
 def open_checkpoint(name) -> Checkpoint:

@@ -45,6 +45,7 @@ OWN = (
 def open_data(cfg, name) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
     rows = Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
+    rows.mask_documents = cfg.mask_documents
     if cfg.resume_from and name == "train":
         # a branch goes on with the rows of the run that it leaves; other rows begin at row 0
         _, state = branch_point(cfg.resume_from)
@@ -73,10 +74,9 @@ def open_teacher(cfg, rows, val):
     if cfg.teacher_device:
         device = pick_device(cfg.teacher_device, "teacher_device")
     dtype = compute_dtype(cfg)
-    vocab_size = student_shape(cfg).vocab_size
 
     def load() -> Teacher:
-        teacher = load_teacher(cfg.teacher, dtype, device, output_device, vocab_size, cfg.shard)
+        teacher = load_teacher(cfg.teacher, dtype, device, output_device, rows, cfg.shard)
         if cfg.compile:
             teacher.model.compile_layers()
         return teacher
@@ -88,7 +88,7 @@ def open_teacher(cfg, rows, val):
     wanted = rows_of_run(cfg, rows, val)
     size = cfg.micro_batch or min(cfg.batch_rows, 16)
     cached = open_cached(cfg.teacher, dtype, output_device, wanted, load, size)
-    cached.head = cached.head[:vocab_size]
+    cached.head = cached.head[: rows.n_vocab]
     return cached
 
 

@@ -15,6 +15,7 @@ from lib.files import read_json, reading
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
 from model import (
+    NATIVE,
     Qwen2,
     Qwen2Config,
     StudentDecoder,
@@ -62,20 +63,38 @@ def load_teacher(
     dtype,
     device,
     output_device: torch.device | None = None,
-    vocab_size: int | None = None,
+    rows=None,
     shard: int = 1,
 ) -> Teacher:
     """Load a frozen teacher from a local folder or hub id `owner/name@revision`, or several, "a,b".
 
     dtype       of its weights and activations
     device      where it computes; `output_device` is the students' device (None: the same)
-    vocab_size  rows of the head to keep (None: all); the others are padding
+    rows        the `Rows` that it computes: it masks documents if they ask for it, and its head
+                gets their vocabulary (None: all of the head); the rest is padding
     shard       processes over which its layers are sharded; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    return Teacher(load_model(name, dtype, device, shard), output_device or device, vocab_size)
+    model = load_model(name, dtype, device, shard)
+    if rows and rows.mask_documents:
+        mask_documents(model, name, rows.eos)
+    return Teacher(model, output_device or device, rows and rows.n_vocab)
+
+
+def mask_documents(model, name, end: int):
+    """Let tokens attend to their own document alone. The id `end` ends each document.
+
+    Raises `UserError` for a model that transformers computes.
+    """
+    for part in getattr(model, "models", [model]):
+        if not isinstance(part, Qwen2):
+            raise UserError(
+                f"mask_documents=True: {name} is computed by transformers, expected one of "
+                f"{', '.join(NATIVE)}; choose another model, or set mask_documents=False"
+            )
+        part.document_end = end
 
 
 class Ensemble(nn.Module):

@@ -5,7 +5,7 @@
 DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
                                     followed by a uint64 for each row; ROWS is a hash of teacher,
-                                    dtype and the content of NAME.bin
+                                    dtype, the content of NAME.bin and `mask_documents`
 
 Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. The uint64
 of a missing row is 0. That of a stored row is 2**32 + a checksum of the file's name, the row's
@@ -53,7 +53,8 @@ class States:
 
     def __init__(self, rows, facts: dict, position_bytes: int):
         source = Path(rows.file)
-        key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
+        masked = rows.mask_documents * ", masked"
+        key = record_hash(facts | {"rows": rows.manifest["sha256"] + masked})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
         row_bytes = (rows.manifest["row_len"] - 1) * position_bytes
         size = rows.n * (row_bytes + 8)

@@ -61,11 +61,13 @@ def forward(monkeypatch):
 def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     world, tmp_path, monkeypatch, forward, printed
 ):
+    """Where documents do not see each other, and eval.py scores them as validation does."""
+    masked = "--mask_documents=True"
     load = teacher.load_teacher
 
-    def students_only(name, *_):
+    def students_only(name, *args, **kwargs):
         assert not name.startswith(str(world)), "loaded"
-        return load(name, torch.float32, CPU)
+        return load(name, *args, **kwargs)
 
     def results(name, flags):
         out = tmp_path / name
@@ -78,14 +80,19 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
             ev.main([str(out), "--tasks=none"])
         tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", printed())
         assert len(tables) == 2
+        for m in ("vanilla_kd", "alra"):
+            values = read_jsonl(out / m / "results.jsonl")[-1]["values"]
+            log = untimed(out, m)[-1]
+            for key in ("ce", "kl", "teacher_ce"):
+                assert values[key] == pytest.approx(log[f"val_{key}"], rel=1e-5)
         students = [(final_bits(out, m), untimed(out, m)) for m in ("vanilla_kd", "alra")]
         return students, read_jsonl(out / "teacher.jsonl"), tables
 
     n_rows = []
-    plain = results("plain", FLAGS)
-    assert results("stores", CACHED) == plain
+    plain = results("plain", f"{FLAGS} {masked}")
+    assert results("stores", f"{CACHED} {masked}") == plain
     monkeypatch.setattr(startup, "load_teacher", lambda *_: pytest.fail("loaded"))
-    assert results("reads", CACHED) == plain
+    assert results("reads", f"{CACHED} {masked}") == plain
     assert n_rows[1:] == [24 + 7, 0]  # each row once
 
 
@@ -116,7 +123,10 @@ def states_of(cfg, load=True):
     """
     index = np.arange(7)
     wanted = {startup.open_data(cfg, part): index for part in ("train", "val")}
-    loads = [lambda: teacher.load_teacher(cfg.teacher, torch.float32, CPU)] if load else []
+    loads = []
+    if load:
+        rows = next(iter(wanted))
+        loads = [lambda: teacher.load_teacher(cfg.teacher, torch.float32, CPU, rows=rows)]
     cached = teacher_cache.open_cached(cfg.teacher, torch.float32, CPU, wanted, *loads)
     if not cached:
         return None
@@ -164,6 +174,18 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
             assert states_of(cfg, load=False) is None, name  # its row is missing now
         torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
         assert_all_stored()
+
+
+def test_the_states_of_masked_documents_are_stored_apart(world):
+    cfg = config(world, "unused")
+    states = states_of(cfg)
+    masked_cfg = config(world, "unused", mask_documents=True)
+    assert states_of(masked_cfg, load=False) is None
+    masked = states_of(masked_cfg)
+    for across, within in zip(states[:2], masked[:2], strict=True):
+        assert (across - within).norm() > 0.01 * across.norm()
+    torch.testing.assert_close(states_of(cfg, load=False), states, rtol=0, atol=0)
+    assert len([*world.glob("data/teacher_*")]) == 5  # they share the head
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):

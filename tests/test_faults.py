@@ -230,6 +230,12 @@ a different run .alra: methods was .pretrain., now .alra.
 teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 {EVAL} --teacher other => {PERMUTED} => teacher=other: its tokenizer gives 'a'
 {EVAL} --teacher other => {SHORT} => seq_len=16: teacher=other supports 8 positions
+{HALF} --mask_documents=True => : => \
+different run .pretrain: mask_documents was False, now True
+{NEW} --mask_documents=True => set teacher/config.json logit_scale=0.5 => \
+mask_documents=True: teacher is computed by transformers, expected one of qwen2, qwen3
+{NEW} --mask_documents=True => set student/config.json logit_scale=0.5 => \
+mask_documents=True: student is computed by transformers
 {BRANCH[:-1]}4 => mv {STEP} {STEP[:-1]}4 => its name is not that of step 3
 {EVAL} => tensor {MODEL} {NORM} x*float("nan") => {NORM} .*finite
 {EVAL} => fill val 1000 => data/val.bin: .*id
@@ -326,7 +332,9 @@ teacher: its content has changed since the student was trained
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
 {BRANCH} => set {STEP}/state.json made_by.tokenizer_sha256="x" => tokenizer_sha256 was 'x'
 eval.py run --tasks=none => set run/alra/run.json config.data_dir="elsewhere" => \
-data_dir: data in one run, elsewhere in another; score them apart, or set --rows
+data_dir: data in one run, elsewhere in another; score them apart .--rows replaces
+eval.py run --tasks=none => set run/alra/run.json config.mask_documents=true => \
+mask_documents: False in one run, True in another; score them apart
 eval.py run/alra --tasks=none => set run/alra/run.json made_by.val_sha256="x" => \
 data: its content has changed since the student was trained
 {EVAL} => set run/alra/run.json made_by.teacher_sha256="x" => \

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from lib import metrics
 from lib.vocab import IGNORE
+from model import Qwen2Config, init_student
 from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
 
 pytestmark = [
@@ -41,6 +42,24 @@ def test_head_and_loss_equal_the_plain_path_in_fp64(name, dtype, compile):
         bar = 6e-3
     for gradient, x in zip(gradients, exact, strict=True):
         assert_near(gradient.cpu(), x, bar)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_masked_documents_are_those_of_the_cpu(compile):
+    """No card has run this yet."""
+    model = init_student(Qwen2Config(64, 96, 2, 4, 2, vocab_size=101))
+    model.document_end = 0
+    idx = torch.arange(600).view(2, 300) ** 2 % 101
+    expected = model.hidden(idx)
+    exact = torch.autograd.grad(expected.square().sum(), [*model.layers.parameters()])
+    model.cuda()
+    if compile:
+        model.compile_layers()
+    h = model.hidden(idx.cuda())
+    gradients = torch.autograd.grad(h.square().sum(), [*model.layers.parameters()])
+    assert_near(h.cpu(), expected, 1e-4)
+    for gradient, x in zip(gradients, exact, strict=True):
+        assert_near(gradient.cpu(), x, 1e-4, 1e-4)
 
 
 def sums(inputs):

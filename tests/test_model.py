@@ -18,6 +18,7 @@ import torch._dynamo.testing
 import transformers
 from torch._inductor.codegen.cpp import CppScheduling
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -302,6 +303,58 @@ def test_layers_are_compiled_by_the_mended_compiler(kind, monkeypatch):
     monkeypatch.setattr(CppScheduling, "try_loop_split", torchs)
     kind.compile_layers(SimpleNamespace(layers=[]))
     assert CppScheduling.try_loop_split is not torchs
+
+
+# --- documents that do not see each other
+
+
+def test_each_document_of_a_row_has_the_logits_that_it_has_alone(monkeypatch):
+    """Its positions are shifted. The end token belongs to the document that it ends."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # angles and norms too
+    model = random_model(model_py.REFERENCE_SHAPE).double()
+    row = torch.tensor([5, 3, 9, 0, 7, 0, 0, 4, 8, 8, 2, 6])
+    rows = torch.stack((row, row.flip(0)))
+    documents = [x.tensor_split(1 + x.eq(0).nonzero()[:, 0]) for x in rows]
+    alone = [torch.cat([model(x[None])[0] for x in parts]) for parts in documents]
+    across = model(rows)
+    model.document_end = 0
+    assert_close(model(rows), torch.stack(alone), rtol=0, atol=1e-12)
+    assert (model(rows) - across).norm() > 0.1 * across.norm()
+    h = model.hidden(rows, recompute=True)
+    assert torch.equal(h, model.hidden(rows))
+    h.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has some of its own
+def test_the_block_mask_of_a_gpu_is_the_mask_of_a_cpu(monkeypatch):
+    """Layers are traced once for all batches. A CPU has this attention forward alone, in torch."""
+    compiled = functools.partial(torch.compile, backend="eager")  # traced, without kernels
+    idx = torch.arange(600).view(2, 300) ** 2 % 101  # three blocks
+    idx[0, 140:] = 1
+    model = random_model(dataclasses.replace(SMALL, num_key_value_heads=2))
+    model.document_end = 0
+    made = model_py.within_documents
+    seen = []
+
+    def on_gpu(idx, end):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+            seen.append(made(idx, end))
+        return seen[-1]
+
+    with torch.no_grad():
+        batches = idx, idx.flip(0)
+        expected = [model.hidden(x) for x in batches]
+        monkeypatch.setattr(model_py, "within_documents", on_gpu)
+        monkeypatch.setattr(torch, "compile", compiled)
+        for layer in model.layers:
+            layer.compile(backend="eager", dynamic=False, fullgraph=True)
+        counted = torch._dynamo.utils.counters["stats"]
+        before = counted["unique_graphs"]
+        for x, h in zip(batches, expected, strict=True):
+            assert_near(model.hidden(x), h, 1e-5)
+    assert counted["unique_graphs"] - before == 2  # a layer, and what makes the mask
+    assert type(seen[1].keywords["block_mask"]) is BlockMask
 
 
 # --- lib/torch_setup.py: vector functions are right from their first call on

@@ -225,8 +225,9 @@ def gradients(tiny, **keys):
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
     cfg = dataclasses.replace(cfg, chunk_positions=startup.positions_at_once(cfg))
     rows = startup.open_data(cfg, "train")
-    teacher = startup.open_teacher(cfg, None, None)
-    students = [train.make_student(name, cfg) for name in cfg.methods]
+    teacher = startup.open_teacher(cfg, rows, None)
+    tokenizer = types.SimpleNamespace(eos_token_id=rows.eos)
+    students = [train.make_student(name, cfg, tokenizer) for name in cfg.methods]
     for s in students:
         s.optimizers[0].step = s.optimizers[0].zero_grad = lambda **_: None
     train.update(students, teacher, train.micro_batches(rows, teacher, [0], cfg), 0, cfg)
@@ -243,11 +244,15 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
     one = vectors(1)
     four = vectors(4)
     sixteen = vectors(16)
+    masked = vectors(16, mask_documents=True)
+    masked_one = vectors(1, mask_documents=True)
     grouped = vectors(4, group=4)
     chunks = vectors(4, group=4, chunk_positions=7)
     for name, vector in one.items():
         for other in (four, sixteen):
             assert_near(other[name], vector, 1e-5)
+        assert_near(masked_one[name], masked[name], 1e-5)
+        assert (vector - masked[name]).norm() > 0.01 * vector.norm(), name
         assert (vector - grouped[name]).norm() > 1e-3 * vector.norm(), name
         assert_near(chunks[name], grouped[name], 1e-5)
         assert not torch.equal(chunks[name], grouped[name])
@@ -828,6 +833,7 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, monkeypatch):
 
 CHANGES = """
     --seed=5 --seq_len=12 --shuffle=True --mask_after_eos=True --schedule_steps=7 --batch_rows=8
+    --mask_documents=True
     --group=2 --lr=2e-2 --min_lr=1e-5 --warmup_steps=1 --beta1=0.8 --beta2=0.9 --adam_eps=1e-5
     --weight_decay=0.1 --decay_1d=False --clip=1 --lr_schedule=wsd --decay_share=0.2
     --dtype=float32

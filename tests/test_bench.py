@@ -45,7 +45,7 @@ def test_a_part_that_hangs_or_fails_leaves_the_others(tmp_path, monkeypatch):
     """Results are written as soon as a part has ended."""
     parts = "hangs 1 -m http.server 0\nfails 60 -c print('|\\x20{device}');1/0\nlast 60 -c 0"
     monkeypatch.setattr(gpu, "PARTS", parts)
-    gpu.main(["--tiny", "--device=cpu", f"--out={tmp_path}"])
+    gpu.main(["--device=cpu", f"--out={tmp_path}"])
     results = re.sub(r"\d+ s", "1 s", (tmp_path / "results.txt").read_text())
     ended = [(part[0], set(part[1:])) for part in map(str.splitlines, results.split("\n\n"))]
     assert ended[0] == ("", {"hangs: exit code 124, 1 s"})

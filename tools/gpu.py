@@ -32,7 +32,7 @@ import configure
 
 # part, seconds until it is cut off, arguments of Python
 PARTS = """
-tests    140 -m pytest -q -p no:cacheprovider -m gpu tests
+tests    140 -m pytest -q -m gpu tests
 200m     190 {gpu} 200m
 rows      30 {gpu} rows {demo}
 plain     60 train.py {demo} --out_dir={out}/plain
@@ -75,7 +75,9 @@ def arguments(argv) -> Namespace:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default="out/gpu")
-    parser.add_argument("part", nargs=REMAINDER)
+    names = {"rows", "train", "eval", *re.findall(r"^\w+", CASES, re.M)}
+    parser.add_argument("part", nargs="?", choices=sorted(names))
+    parser.add_argument("flags", nargs=REMAINDER)
     return parser.parse_args(argv)
 
 
@@ -247,10 +249,9 @@ def main(argv):
     device = pick_device(args.device)
     if not args.part:
         return run_parts(args)
-    name, *words = args.part
     print(machine_facts(device))
     own = {"rows": write_rows, "train": train_in_group, "eval": score}
-    own.get(name, partial(time_updates, name, args.tiny, device))(*words)
+    own.get(args.part, partial(time_updates, args.part, args.tiny, device))(*args.flags)
 
 
 if __name__ == "__main__":

@@ -105,11 +105,13 @@ def run_parts(args):
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "log.txt"
     with tempfile.TemporaryDirectory() as out, open(args.out / "results.txt", "a") as results:
-        places = {"device": args.device, "out": out, "compile": True, "sizes": "--repeats=3"}
-        places["gpu"] = f"{__file__} --device={args.device}"
-        if args.tiny:
-            places |= {"compile": False, "sizes": "--models=demo_teacher,mini --repeats=1"}
-            places["gpu"] += " --tiny"
+        places = {
+            "gpu": f"{__file__} --device={args.device}{' --tiny' * args.tiny}",
+            "device": args.device,
+            "compile": not args.tiny,
+            "sizes": "--models=demo_teacher,mini" if args.tiny else "--repeats=3",
+            "out": out,
+        }
         for line in PARTS.format(demo=DEMO.format(**places), **places).strip().splitlines():
             name, limit, *command = line.split()
             began = time.perf_counter()
@@ -119,10 +121,10 @@ def run_parts(args):
                 limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
                 command = ["timeout", "-k5", limit, sys.executable, *command]
                 code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-            text = log.read_bytes()[start:].decode()
-            lines = [f"\n{name}: exit code {code}, {time.perf_counter() - began:.0f} s"]
-            lines += filter(RESULT.match, text.splitlines())
-            print(*lines, sep="\n", file=results, flush=True)
+            lines = filter(RESULT.match, log.read_bytes()[start:].decode().splitlines())
+            seconds = time.perf_counter() - began
+            print(f"\n{name}: exit code {code}, {seconds:.0f} s", *lines, sep="\n", file=results)
+            results.flush()
 
 
 def time_updates(part, tiny, device):
@@ -158,8 +160,6 @@ def time_updates(part, tiny, device):
             ms = f"{1e3 * seconds:.1f} | {1e3 * sum(waits) / n_updates:.1f}"
             print(f"| {line} | {ms} | {mib / 1024:.1f} | {first} |", flush=True)
     for line, (update, _) in updates.items():
-        if not line.endswith("-"):
-            continue
         with profile() as profiled:
             measure(update, device, 1)
         kernels = profiled.key_averages()

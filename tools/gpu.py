@@ -109,7 +109,7 @@ def run_parts(args):
             "gpu": f"{__file__} --device={args.device}{' --tiny' * args.tiny}",
             "device": args.device,
             "compile": not args.tiny,
-            "sizes": "--models=demo_teacher,mini" if args.tiny else "--repeats=3",
+            "sizes": "--models=demo_teacher,mini --n=13" if args.tiny else "--repeats=3",
             "out": out,
         }
         for line in PARTS.format(demo=DEMO.format(**places), **places).strip().splitlines():

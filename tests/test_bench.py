@@ -1,15 +1,15 @@
-"""tools/bench.py: its numbers are measured, and one command runs each section."""
+"""tools/bench.py: its numbers are measured. tools/gpu.py: its parts run, and do not cost others."""
 
-import importlib
 import re
 
 import pytest
 import torch
 
+import train
 from lib.device import pick_device
 from run import methods
-from tests.world import ROOT, read_table, refusal
-from tools import bench
+from tests.world import read_table, refusal
+from tools import bench, gpu
 
 CPU = torch.device("cpu")
 TINY = "--models=demo_teacher,mini"
@@ -34,34 +34,35 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     methods.compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["fused", "--device=cpu", TINY, "--n=13", "--repeats=1"])
+        bench.main(["--device=cpu", TINY, "--n=13", "--repeats=1"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
     cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]
     assert cases == ["| products alone", "| alra, not compiled", "| alra", "| vanilla_kd"]
 
 
-def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
-    """Scripts run in this process. The tests that need a GPU are only started."""
-    scripts = []
+def test_a_part_that_hangs_or_fails_leaves_the_others(tmp_path, monkeypatch):
+    """Results are written as soon as a part has ended."""
+    parts = "hangs 1 -m http.server 0\nfails 60 -c print('|\\x20{device}');1/0\nlast 60 -c 0"
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    gpu.main(["--device=cpu", f"--out={tmp_path}"])
+    results = re.sub(r"\d+ s", "1 s", (tmp_path / "results.txt").read_text())
+    ended = [(part[0], set(part[1:])) for part in map(str.splitlines, results.split("\n\n"))]
+    assert ended[0] == ("", {"hangs: exit code 124, 1 s"})
+    assert ended[1] == ("fails: exit code 1, 1 s", {"| cpu", "ZeroDivisionError: division by zero"})
+    assert ended[2] == ("last: exit code 0, 1 s", set())
 
-    def call(command):
-        _, script, *argv = command
-        scripts.append(script)
-        if script == "-m":
-            assert argv == ["pytest", "-q", "-m", "gpu", "tests"]
-            return
-        flags = [flag for flag in map(str, argv) if not flag.startswith("--n_documents")]
-        short = ["--n_documents=40", "--val_max_rows=2"]
-        assert not importlib.import_module(script.removesuffix(".py")).main([*flags, *short])
 
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(bench.subprocess, "check_call", call)
-    bench.main(["gpu", "--device=cpu", TINY, "--n=13", "--rows=2", f"--out={tmp_path}/gpu"])
-    assert scripts == ["-m", "prepare.py", "train.py", "train.py"]
-    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \| nan% \| (\d+\.\d) \|$", printed(), re.M)
-    assert [row[:2] for row in rows] == [("mini", "alra"), ("mini", "vanilla_kd")]
-    assert all(int(rate.replace(",", "")) > 0 and float(gib) > 0 for *_, rate, gib in rows)
+def test_cases_of_a_method_make_the_same_updates(monkeypatch, printed):
+    monkeypatch.setattr(gpu, "CASES", "part 200m alra 2048 -\npart 500m alra 512 no_wait\n")
+    monkeypatch.setattr(train, "clip_gradients", train.clip_gradients)  # which the cases replace
+    gpu.main(["--tiny", "--device=cpu", "part"])
+    text = printed()
+    rows = re.findall(r"^\| ([25]00m .*?) \| .* \| (\S+ \| \S+) \|$", text, re.M)
+    assert [name for name, _ in rows] == 3 * ["200m alra 2048 -", "500m alra 512 no_wait"]
+    numbers = torch.tensor([[float(x) for x in figures.split(" | ")] for _, figures in rows])
+    torch.testing.assert_close(numbers, numbers[:1].expand_as(numbers), rtol=1e-5, atol=1e-5)
+    assert "Self CPU time total" in text  # of the profile
 
 
 # device, cards that torch sees, processes, visible cards => the last process's card, or why none
@@ -92,4 +93,4 @@ def test_cards_are_those_of_the_process(node, expected, monkeypatch):
         assert str(pick_device(name)) == expected
     else:
         with refusal(expected):
-            bench.main(["gpu", f"--device={name}"])
+            bench.main([f"--device={name}"])

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -28,6 +29,7 @@ from lib.stats import estimate, holm, with_half
 from model import Qwen2Config
 from run import provenance
 from run.provenance import content_hash, made_by, record_hash
+from run.startup import check_config
 from study import compare, record
 from study import report as reports
 from tests import world
@@ -125,6 +127,30 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
     rates = [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
     own = [("alra", {"lr": 1e-2, "gamma": g, "tau": t}) for g in (1, 5) for t in (1, 2)]
     assert asked == [rates, [*rates, *own, ("pd", {"lr": 1e-2})]]
+
+
+def test_one_command_trains_the_teacher_and_the_students_of_a_card(tmp_path, monkeypatch):
+    """Its training runs have right configs. A shell script in Python's place writes them down."""
+    (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$0.$$"\n')
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    subprocess.run(["sh", RESULTS / "card/run.sh", "--seq_len=128"], check=True)
+    runs = {}
+    for file in tmp_path.glob("python3.*"):
+        script, *argv = file.read_text().split("\0")[:-1]
+        assert script == "train.py"
+        cfg = configure.load(argv)
+        runs[cfg.out_dir] = cfg
+    teacher = runs.pop("out/card/teacher")
+    assert sorted(runs) == ["out/card/seed1", "out/card/seed2"]
+    for cfg in runs.values():
+        assert cfg.out_dir == f"out/card/seed{cfg.seed}" and len(cfg.methods) == 5
+        assert cfg.teacher == f"{teacher.out_dir}/pretrain/model"
+        assert {cfg.settings_of(name)["lr"] for name in cfg.methods} == {1.32e-3}
+        check_config(dataclasses.replace(cfg, teacher=f"{ROOT}/demo/teacher"))
+    for cfg in (teacher, *runs.values()):
+        assert cfg.seq_len == 128
+    check_config(teacher)
 
 
 def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):

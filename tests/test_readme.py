@@ -123,8 +123,9 @@ def run(copy, monkeypatch, capfd):
         if script.startswith("examples/"):
             return "run by a test of its own"
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        if script in ("study/compare.py", "tools/bench.py"):  # their own tests run them
-            return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
+        # their own tests run them
+        if script in ("study/compare.py", "tools/bench.py", "tools/gpu.py"):
+            return str(module.arguments(argv))
         if script == "train.py":
             cfg = configure.load(argv)
             shutil.rmtree(cfg.out_dir, ignore_errors=True)
@@ -254,7 +255,10 @@ def test_the_files_that_are_named_are_there():
 
 # The only ones that import a script; study/compare.py starts train.py and eval.py as processes.
 DRIVERS = """
-tools.bench train
+tools.gpu prepare
+tools.gpu train
+tools.gpu eval
+tools.gpu tools.bench
 study.compare study.record
 study.compare study.report
 study.report study.record

@@ -1,29 +1,20 @@
-"""Speed and memory of ALRA's loss, and the first hour on a GPU.
+"""Speed and memory of ALRA's loss, on any machine. tools/gpu.py is for a GPU.
 
-    python tools/bench.py fused                              on any machine
-    python tools/bench.py fused --methods=tad,bild --n=1024  other methods and sizes
-    python tools/bench.py gpu                                on a GPU: tests and training
-    python tools/bench.py gpu --device=cpu --models=demo_teacher,mini --n=13 --rows=2
-                                                             the same, rehearsed on any machine
+    python tools/bench.py
+    python tools/bench.py --methods=tad,bild --n=1024    other methods and sizes
 
-    fused  forward and backward of heads and loss: ALRA, compiled, compared with the matrix products
-           alone, with other methods, and with itself, not compiled. The cases run in turn, round
-           after round, so that the machine's load affects all alike. The table has medians over
-           --repeats rounds, and the range of the ratios
-    gpu    the tests that need a GPU, then train.py: each student with ALRA and with vanilla KD, 40
-           updates of --rows rows. The table is about the last 20, the first ones compile. OUT keeps
-           teacher, rows and runs, 30 GB
+It measures forward and backward of heads and loss: ALRA, compiled, compared with the matrix
+products alone, with other methods, and with itself, not compiled. The cases run in turn, round
+after round, so that the machine's load affects all alike. The table has medians over --repeats
+rounds, and the range of the ratios.
 
---models has the presets of the teacher and the students (`fused` takes the first), which get random
-weights. A row has --n inputs. Memory is resident memory on the CPU (Linux), allocated memory on a
-GPU: in `fused` the peak above what was in use before, in `gpu` the peak of the whole run.
+--models has the presets of teacher and student, which get random weights. A row has --n inputs.
+Memory is resident memory on the CPU (Linux), allocated memory on a GPU: the peak above what was in
+use before.
 """
 
 import ctypes
-import itertools
 import math
-import shutil
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -40,25 +31,20 @@ from lib.settings import PositiveInt, checked
 OPTIONS = {
     "device": "auto",
     "methods": "vanilla_kd",
-    "models": "1.8b,200m,500m",
+    "models": "1.8b,200m",
     "n": 512,
-    "rows": 16,
     "repeats": 5,
-    "out": Path("out/gpu"),
 }
 
 
 def arguments(argv) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["fused", "gpu"])
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    if "gpu" in argv:
-        parser.set_defaults(device="cuda")
     args = parser.parse_args(argv)
-    for name in ("n", "rows", "repeats"):
+    for name in ("n", "repeats"):
         checked(f"--{name}", getattr(args, name), PositiveInt)
-    if "," not in args.models:
+    if args.models.count(",") != 1:
         raise UserError(f"--models={args.models}: expected TEACHER,STUDENT")
     return args
 
@@ -69,10 +55,8 @@ if __name__ == "__main__":
 import torch
 
 from lib.device import machine_facts, peak_bytes, pick_device
-from lib.files import read_lines
-from lib.hf import load_tokenizer
 from losses import resolve
-from model import init_student, student_config
+from model import student_config
 from run.methods import head_losses
 
 PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
@@ -80,7 +64,7 @@ PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
-    teacher, student, *_ = args.models.split(",")
+    teacher, student = args.models.split(",")
     shape = student_config(student)
     draw = partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
@@ -141,7 +125,7 @@ def row(name, rounds, reference) -> str:
     return f"| {name} | {spread} | {share:.2f} | {median(s for s, _ in rounds):.4f} | {mib:,.0f} |"
 
 
-def bench_fused(args):
+def compare(args):
     cases = make_cases(args)
     for case in cases.values():
         case()  # compiles
@@ -156,45 +140,6 @@ def bench_fused(args):
         print(row(name, of_case, rounds["alra"]))
 
 
-def bench_gpu(args):
-    run("-m", "pytest", "-q", "-m", "gpu", "tests")
-    teacher, *students = args.models.split(",")
-    model = init_student(student_config(teacher), 1)
-    model.save_pretrained(args.out / "teacher", load_tokenizer("demo/teacher"))
-    flags = [
-        "config/demo.py",
-        f"--teacher={args.out}/teacher",
-        f"--data_dir={args.out}/data",
-        f"--device={args.device}",
-        f"--compile={args.device.type == 'cuda'}",
-        f"--seq_len={args.n}",
-        f"--batch_rows={args.rows}",
-        f"--micro_batch={args.rows}",
-        "--n_documents=200",
-        "--max_steps=40",
-        "--schedule_steps=40",
-        "--warmup_steps=1",
-    ]
-    run("prepare.py", *flags)
-    lines = ["| student | method | tokens/s | MFU | peak GiB |", "|---|---|---|---|---|"]
-    for student, method in itertools.product(students, ("alra", "vanilla_kd")):
-        folder = args.out / f"bench_{student}"
-        shutil.rmtree(folder, ignore_errors=True)
-        names = f"--student={student}", f"--methods={method}"
-        run("train.py", *flags, *names, f"--out_dir={folder}")
-        x = read_lines(folder / method / "log.jsonl")[-2]  # before the validation
-        lines.append(
-            f"| {student} | {method} | {x['tok_per_sec']:,.0f} | {x['mfu'] or math.nan:.1%} "
-            f"| {x['mem_gib']:.1f} |"
-        )
-    print(*lines, sep="\n")
-
-
-def run(*command):
-    """Run Python with these arguments. Raises an error if it fails."""
-    subprocess.check_call([sys.executable, *command])
-
-
 def main(argv):
     args = arguments(argv)
     args.device = pick_device(args.device)
@@ -202,7 +147,7 @@ def main(argv):
     for name in args.models.split(","):
         student_config(name)  # refuses an unknown one before anything runs
     print(f"{machine_facts(args.device)}: {args}\n")
-    {"fused": bench_fused, "gpu": bench_gpu}[args.section](args)
+    compare(args)
 
 
 if __name__ == "__main__":

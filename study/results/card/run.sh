@@ -17,7 +17,11 @@ set -e
 shape='{"hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "vocab_size": 4096}'
 python3 train.py config/demo_teacher.py --student="$shape" --batch_rows=64 --micro_batch=64 --group=64 \
     --max_steps=5000 --schedule_steps=5000 --lr=1e-3 --repeat_rows=True --out_dir=out/card/teacher "$@"
-for seed in 1 2; do # together, as a card waits for the host at this size
-    python3 train.py study/small.py study/results/card/config.py --seed=$seed --out_dir=out/card/seed$seed "$@" &
-done
-wait
+train() { # a run of five students
+    seed=$1
+    shift
+    python3 train.py study/small.py study/results/card/config.py --seed=$seed --out_dir=out/card/seed$seed "$@"
+}
+train 1 "$@" & # both together, as a card waits for the host at this size
+train 2 "$@"
+wait $!

@@ -71,11 +71,14 @@ def foreign_config(name) -> transformers.PretrainedConfig:
     file = config_file(name)
     with reading(file, "choose another model"):
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{name}: config.json has a quantization_config; "
-            "expected weights that are not quantized"
-        )
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        if quantized.get("quant_method") not in ("fp8", "mxfp4"):
+            raise UserError(
+                f"{name}: config.json has a quantization_config; "
+                "expected weights in fp8 or mxfp4, or not quantized"
+            )
+        quantized["dequantize"] = True
     if config.is_encoder_decoder:
         raise UserError(
             f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
@@ -95,7 +98,8 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     """Return the shape. It leaves out rope scaling, and what does not change a model."""
     values = config.to_diff_dict()
     parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-    for key in ("architectures", "dtype", "transformers_version", "use_cache"):
+    others = ("architectures", "dtype", "quantization_config", "transformers_version", "use_cache")
+    for key in others:
         for part in parts:
             part.pop(key, None)
     for key in ("vocab_size", "bos_token_id", "eos_token_id"):
@@ -206,7 +210,9 @@ def load_foreign(name, dtype, device, shard: int) -> Foreign:
     """Load a frozen model on `device`, its layers sharded over `shard` processes."""
     folder = find_folder(name)
     config = foreign_config(name)
-    check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
+    quantized = getattr(config, "quantization_config", None)
+    if not quantized:
+        check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
     with reading(folder, "choose another model"):
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -226,6 +232,8 @@ def load_foreign(name, dtype, device, shard: int) -> Foreign:
     if missing:
         raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
     for key, p in lm.named_parameters():
+        if quantized:  # then transformers leaves some in the dtype of the file
+            p.data = p.data.to(dtype)
         if not all_finite(p):
             raise UserError(f"{name}: {key} is not finite; download or write it again")
     if shard == 1:

@@ -149,7 +149,7 @@ def read_records(file, column) -> Iterator[bytes | dict]:
             yield from map(bytes.strip, lines)
 
 
-def read_document(stored: bytes) -> tuple[str, str, str]:
+def read_document(stored: bytes) -> tuple:
     """Return the text of a stored document, where it is, and why it has no text ("": it has)."""
     record, column, where = pickle.loads(stored)
     bad = ""

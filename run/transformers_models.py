@@ -207,7 +207,35 @@ class Foreign(nn.Module):
 
 
 def load_foreign(name, dtype, device, shard: int) -> Foreign:
-    """Load a frozen model on `device`, its layers sharded over `shard` processes."""
+    """Load a frozen model on `device`, its layers sharded over `shard` processes.
+
+    If sharded, the first process alone reads it, and sends each tensor to the others.
+    """
+    if shard == 1:
+        return read_foreign(name, dtype, device)
+    whole = []
+
+    def read_and_copy():
+        whole.append(read_foreign(name, dtype, "cpu"))
+        # a copy with the same buffers, whose parameters have shapes alone
+        shapes = {id(p): nn.Parameter(p.to("meta"), False) for p in whole[0].parameters()}
+        return copy.deepcopy(whole[0], shapes)
+
+    model = parallel.on_first(read_and_copy)
+    parallel.shard(model, shard, device)
+    model.to_empty(device=device).lm.tie_weights()
+    for part in (nn.Module.parameters, nn.Module.buffers):
+        for source, target in zip(part(whole[0] if whole else model), part(model), strict=True):
+            t = torch.empty(target.shape, dtype=target.dtype, device=device)
+            if whole:
+                t.copy_(source)
+            torch.distributed.broadcast(t, 0)
+            target.copy_(parallel.distribute_like(t, target))
+    return model
+
+
+def read_foreign(name, dtype, device):
+    """Load a frozen model on `device`. Raises `UserError` if its files do not make one."""
     folder = find_folder(name)
     config = foreign_config(name)
     quantized = getattr(config, "quantization_config", None)
@@ -236,13 +264,8 @@ def load_foreign(name, dtype, device, shard: int) -> Foreign:
             p.data = p.data.to(dtype)
         if not all_finite(p):
             raise UserError(f"{name}: {key} is not finite; download or write it again")
-    if shard == 1:
-        lm.to(device)
     with reading(folder, "choose another model"):
-        model = Foreign(name, lm).requires_grad_(False).eval()
-    if shard > 1:
-        parallel.shard(model, shard, device)
-    return model.to(device)
+        return Foreign(name, lm.to(device)).requires_grad_(False).eval()
 
 
 # ----------------------------------------------------------------------------------------------

@@ -93,6 +93,8 @@ class Config:
     val_rows: NonNegativeInt = 2_048
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = 0.0
+    # processes of prepare.py that tokenize; 0: threads do. The rows are the same
+    workers: NonNegativeInt = 0
     # unreadable records that prepare.py may skip; 0: it stops at the first
     max_bad_records: NonNegativeInt = 0
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"

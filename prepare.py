@@ -31,6 +31,8 @@ import math
 import os
 import re
 import shlex
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import configure
@@ -39,9 +41,11 @@ if __name__ == "__main__":
     configure.check_flags()
 
 import numpy as np
+from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
-from lib.documents import open_source
+from lib.documents import open_source, read_document
 from lib.errors import UserError, note
 from lib.files import flush, for_json, locked, read_json, text_hash, write_json, writing
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
@@ -51,7 +55,7 @@ from lib.tokens import leading_bos, loss_of, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
-BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
+BATCH_BYTES = 1 << 22  # of stored documents; the state is saved after each batch
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
@@ -119,25 +123,32 @@ def write_rows(cfg, source, tokenizer, state):
     max_rows = (cfg.train_rows or math.inf) + cfg.val_rows
     n_left = cfg.n_documents and cfg.n_documents - state["records"]  # to read at most; None: all
     table = token_table(tokenizer)
-    backend = tokenizer.backend_tokenizer
-    # the library's words for: "<|endoftext|>" in a text is encoded as its characters
-    backend.encode_special_tokens = True
     for split in n_rows:
         shorten(folder, state, split)  # removes rows that the state did not count before a kill
     if "source" in state:
         source.load_state_dict(state["source"])
+    loader = DataLoader(
+        Encoder(tokenizer, state["recipe"]),
+        batch_size=None,
+        sampler=read_ahead(read_batches(source, state["records"], n_left)),
+        collate_fn=tuple,  # which leaves arrays as they are
+        num_workers=cfg.workers,
+        multiprocessing_context="forkserver" if cfg.workers else None,
+    )
+    if cfg.workers:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
     with tqdm(total=max_rows, unit="row") as bar:
-        for documents, position in read_ahead(read_batches(source, n_left)):
-            if not state["records"] and any(tokenizer.eos_token in x["text"] for x in documents):
-                note(
-                    f"warning: a document spells {tokenizer.eos_token!r}, which stays text; if "
-                    "it separates documents, write a file with a record for each"
+        for ids, bad, progress in loader:
+            state["skipped"] += bad
+            if len(state["skipped"]) > cfg.max_bad_records:
+                problem = state["skipped"][cfg.max_bad_records]
+                raise UserError(
+                    f"{problem}; correct it, or set max_bad_records above {cfg.max_bad_records}"
                 )
-            encode(backend, documents, state, cfg.max_bad_records)
             for split in n_rows:
-                cut_rows(folder, state, split, table)
+                cut_rows(folder, state, split, table, ids[split])
             bar.update(n_rows["train"] - bar.n)
-            state["source"] = position
+            state.update(progress)
             if n_rows["train"] >= max_rows:
                 break  # the state is saved below, and then counts max_rows at most
             write_json(folder / "prepare.state", state)
@@ -162,49 +173,69 @@ def open_tokenizer(cfg):
     return tokenizer, pinned(name), bos
 
 
-def read_batches(source, n_documents):
-    """Yield the next documents in batches, each with the source's position after the batch."""
+def read_batches(source, first, n_documents):
+    """Yield the next documents in batches: what `Encoder` takes. `first` have been read before."""
     batch = []
     size = 0
     for document in itertools.islice(source, n_documents):
-        batch.append(document)
-        size += len(document["text"]) + 500  # a short document takes memory too
-        if size >= BATCH_CHARS:
-            yield batch, source.state_dict()
+        batch.append(document["stored"])
+        size += len(document["stored"]) + 500  # a short document takes memory too
+        if size >= BATCH_BYTES:
+            yield batch, first, source.state_dict()
+            first += len(batch)
             batch = []
             size = 0
     if batch:
-        yield batch, source.state_dict()
+        yield batch, first, source.state_dict()
 
 
-def encode(backend, documents, state, max_bad_records):
-    """Add the ids of the documents, each with BOS and EOS, to the streams of `state`.
+@dataclass
+class Encoder:
+    """Reads and tokenizes batches of stored documents, possibly in another process."""
 
-    Counts the records there, and lists those that cannot be read, or whose ids lose some of the
-    text. Raises `UserError` if there are more of these than `max_bad_records`.
-    """
-    recipe = state["recipe"]
-    bos = [] if recipe["bos"] is None else [recipe["bos"]]
-    eos = recipe["eos_id"]
-    texts = [document["text"] for document in documents]
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    ids_of = [encoding.ids for encoding in encodings]
-    decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
-    for document, ids, result in zip(documents, ids_of, decoded, strict=True):
-        bad = document["bad"] or loss_of(document["text"], result)
-        if eos in ids:  # of a tokenizer whose EOS is an ordinary token
-            bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
-        if bad:
-            problem = f"document {state['records']}: {document['where']}{bad}"
-            state["skipped"].append(problem)
-            if len(state["skipped"]) > max_bad_records:
-                raise UserError(
-                    f"{problem}; correct it, or set max_bad_records above {max_bad_records}"
+    tokenizer: PreTrainedTokenizerFast
+    recipe: dict
+
+    def __getitem__(self, batch):
+        """Return what a batch adds to the streams, what is wrong in it, and the new progress.
+
+        batch  stored documents; the number of those before; the source's position after them
+        ->     by split, the ids [n] uint32 of the documents, each with BOS and EOS; a message for
+               each document that cannot be read, or whose ids lose some of its text; the entries
+               of `open_state` that say how much has been read
+        """
+        stored, first, position = batch
+        bos = {self.recipe["bos"]} - {None}
+        eos = self.recipe["eos_id"]
+        spelt = self.tokenizer.eos_token
+        backend = self.tokenizer.backend_tokenizer
+        # the library's words for: "<|endoftext|>" in a text is encoded as its characters
+        backend.encode_special_tokens = True  # a copy in another process does not have it
+        documents = [read_document(each) for each in stored]
+        texts = [text for text, _, _ in documents]
+        if not first and any(spelt in text for text in texts):
+            note(
+                f"warning: a document spells {spelt!r}, which stays text; if it separates "
+                "documents, write a file with a record for each"
+            )
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids_of = [encoding.ids for encoding in encodings]
+        decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
+        streams = {"train": array("I"), "val": array("I")}
+        problems = []
+        parts = zip(itertools.count(first), documents, ids_of, decoded)
+        for i, (text, where, bad), ids, result in parts:
+            bad = bad or loss_of(text, result)
+            if eos in ids:  # of a tokenizer whose EOS is an ordinary token
+                bad = (
+                    "tokenizer: a text contains its eos_token; take one whose eos_token is special"
                 )
-        else:
-            split = "val" if held_out(document["text"], recipe["val_share"]) else "train"
-            state["ids"][split] += [*bos, *ids, eos]
-        state["records"] += 1
+            if bad:
+                problems.append(f"document {i}: {where}{bad}")
+            else:
+                split = "val" if held_out(text, self.recipe["val_share"]) else "train"
+                streams[split].extend([*bos, *ids, eos])
+        return streams, problems, {"records": first + len(stored), "source": position}
 
 
 def held_out(text, share):
@@ -268,7 +299,7 @@ def row_ends(ids, table, row_len, last):
     ->      the end of each row (exclusive), where the next row starts
     """
     classes, pieces = table
-    flags = classes[ids].tolist()
+    flags = classes[ids].tobytes()
     ends = []
     start = 0
     while start + row_len < len(ids):  # not <=, since `ends_row` needs the id after a window
@@ -344,10 +375,10 @@ def token_class(piece):
 # --- Rows to files
 
 
-def cut_rows(folder, state, split, table, last=False):
-    """Cut complete rows off a stream and write them to the disk; after its last ids, all rows."""
+def cut_rows(folder, state, split, table, ids=(), last=False):
+    """Add ids to a stream, and write its complete rows to the disk; of its last ids, all rows."""
     row_len = state["recipe"]["row_len"]
-    ids = np.array(state["ids"][split], np.uint32)
+    ids = np.concatenate((state["ids"][split], ids), dtype=np.uint32, casting="unsafe")
     starts = [0, *row_ends(ids, table, row_len, last)]
     lengths = np.diff(starts)
     rows = np.full((len(lengths), row_len), PAD, np.uint32)
@@ -507,7 +538,7 @@ def measure(file, recipe):
     n_eos = []
     digest = hashlib.sha256()
     with open(file, "rb") as blocks:  # pages of np.memmap would count as the process's memory
-        while block := blocks.read(4096 * row_len * 4):
+        while block := blocks.read(1024 * row_len * 4):
             digest.update(block)
             ids = np.frombuffer(block, np.uint32).reshape(-1, row_len)
             n_eos.append((ids == recipe["eos_id"]).sum(1))

@@ -1,16 +1,15 @@
 """The documents of a source: a dataset on the hub, local files, or a mixture of these.
 
-A document is a dict:
-
-where  file and number of the record; empty for a record of the hub
-text   empty if the record cannot be read
-bad    why it cannot be read; empty for a good record
+A source yields stored documents: pickles of (record, column of the text, file and number of the
+record). `read_document` takes the text out of one. So the processes that tokenize also decode
+JSON, and all parts of a mixture have the same one column.
 """
 
 import glob
 import io
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +48,8 @@ def open_source(cfg):
                 f"source: {part}: {first_line(error)}; expected a dict of name, share; text, "
                 "config, split"
             ) from error
-        streams.append(stream)
+        # else a mixture looks at the first documents of each part, and an empty part ends it
+        streams.append(stream.cast(datasets.Features(stored=datasets.Value("binary"))))
         own = {key: part[key] for key in keys if key in part}
         facts.append({"source": name, "sha256": text_hash(json.dumps(content)), **own})
     if len(parts) == 1:
@@ -81,9 +81,8 @@ def open_part(name, text, config, split, share=None):
                 f"read, as in {name}/train*"
             )
         files = list_files(path)
-        keys = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
         stream = datasets.IterableDataset.from_generator(
-            read_files, datasets.Features(keys), gen_kwargs={"files": files, "column": text}
+            read_files, gen_kwargs={"files": files, "column": text}
         )
         return stream, name, [quick_hash(Path(file)) for file in files]
     dataset, _, revision = name.partition("@")
@@ -93,9 +92,9 @@ def open_part(name, text, config, split, share=None):
         rows = datasets.load_dataset(
             dataset, config, split=split, streaming=True, revision=info.sha
         )
-    documents = rows.map(lambda row: read_document(row, text))
+    documents = rows.map(lambda row: {"stored": pickle.dumps((row, text, ""))})
     name = f"{dataset}@{info.sha}"
-    return documents.select_columns(["where", "text", "bad"]), name, name
+    return documents.select_columns(["stored"]), name, name
 
 
 def list_files(source: str) -> list[str]:
@@ -122,12 +121,13 @@ def walk(path) -> Iterator[str]:
 
 
 def read_files(files: list[str], column: str) -> Iterator[dict]:
-    """Yield the documents of local files in their order."""
+    """Yield the stored documents of local files in their order."""
     for file in files:
         with reading(file, "download or write it again"):
             for number, record in enumerate(read_records(file, column), 1):
                 if record != b"":
-                    yield read_document(record, column, f"{file}, record {number}: ")
+                    where = f"{file}, record {number}: "
+                    yield {"stored": pickle.dumps((record, column, where))}
 
 
 def read_records(file, column) -> Iterator[bytes | dict]:
@@ -149,8 +149,9 @@ def read_records(file, column) -> Iterator[bytes | dict]:
             yield from map(bytes.strip, lines)
 
 
-def read_document(record, column: str, where: str = "") -> dict:
-    """Return the document of a record; `bad` says why it has no text."""
+def read_document(stored: bytes) -> tuple:
+    """Return the text of a stored document, where it is, and why it has no text ("": it has)."""
+    record, column, where = pickle.loads(stored)
     bad = ""
     try:
         if isinstance(record, bytes):
@@ -170,4 +171,4 @@ def read_document(record, column: str, where: str = "") -> dict:
     except (LookupError, ValueError, TypeError, RecursionError) as error:
         text = ""
         bad = f"cannot be read ({type(error).__name__}: {first_line(error)}), source_text={column}"
-    return {"where": where, "text": text, "bad": bad}
+    return text, where, bad

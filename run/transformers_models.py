@@ -71,11 +71,14 @@ def foreign_config(name) -> transformers.PretrainedConfig:
     file = config_file(name)
     with reading(file, "choose another model"):
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{name}: config.json has a quantization_config; "
-            "expected weights that are not quantized"
-        )
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        if quantized.get("quant_method") not in ("fp8", "mxfp4"):
+            raise UserError(
+                f"{name}: config.json has a quantization_config; "
+                "expected weights in fp8 or mxfp4, or not quantized"
+            )
+        quantized["dequantize"] = True
     if config.is_encoder_decoder:
         raise UserError(
             f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
@@ -95,7 +98,8 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     """Return the shape. It leaves out rope scaling, and what does not change a model."""
     values = config.to_diff_dict()
     parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-    for key in ("architectures", "dtype", "transformers_version", "use_cache"):
+    others = ("architectures", "dtype", "quantization_config", "transformers_version", "use_cache")
+    for key in others:
         for part in parts:
             part.pop(key, None)
     for key in ("vocab_size", "bos_token_id", "eos_token_id"):
@@ -203,10 +207,40 @@ class Foreign(nn.Module):
 
 
 def load_foreign(name, dtype, device, shard: int) -> Foreign:
-    """Load a frozen model on `device`, its layers sharded over `shard` processes."""
+    """Load a frozen model on `device`, its layers sharded over `shard` processes.
+
+    If sharded, the first process alone reads it, and sends each tensor to the others.
+    """
+    if shard == 1:
+        return read_foreign(name, dtype, device)
+    whole = []
+
+    def read_and_copy():
+        whole.append(read_foreign(name, dtype, "cpu"))
+        # a copy with the same buffers, whose parameters have shapes alone
+        shapes = {id(p): nn.Parameter(p.to("meta"), False) for p in whole[0].parameters()}
+        return copy.deepcopy(whole[0], shapes)
+
+    model = parallel.on_first(read_and_copy)
+    parallel.shard(model, shard, device)
+    model.to_empty(device=device).lm.tie_weights()
+    for part in (nn.Module.parameters, nn.Module.buffers):
+        for source, target in zip(part(whole[0] if whole else model), part(model), strict=True):
+            t = torch.empty(target.shape, dtype=target.dtype, device=device)
+            if whole:
+                t.copy_(source)
+            torch.distributed.broadcast(t, 0)
+            target.copy_(parallel.distribute_like(t, target))
+    return model
+
+
+def read_foreign(name, dtype, device):
+    """Load a frozen model on `device`. Raises `UserError` if its files do not make one."""
     folder = find_folder(name)
     config = foreign_config(name)
-    check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
+    quantized = getattr(config, "quantization_config", None)
+    if not quantized:
+        check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
     with reading(folder, "choose another model"):
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -226,15 +260,12 @@ def load_foreign(name, dtype, device, shard: int) -> Foreign:
     if missing:
         raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
     for key, p in lm.named_parameters():
+        if quantized:  # then transformers leaves some in the dtype of the file
+            p.data = p.data.to(dtype)
         if not all_finite(p):
             raise UserError(f"{name}: {key} is not finite; download or write it again")
-    if shard == 1:
-        lm.to(device)
     with reading(folder, "choose another model"):
-        model = Foreign(name, lm).requires_grad_(False).eval()
-    if shard > 1:
-        parallel.shard(model, shard, device)
-    return model.to(device)
+        return Foreign(name, lm.to(device)).requires_grad_(False).eval()
 
 
 # ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -33,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 import prepare
 from configure import Config
 from lib import rows
+from lib.documents import read_document
 from lib.files import read_json, write_json, write_lines
 from lib.hf import load_tokenizer
 from lib.rows import PAD
@@ -280,7 +282,7 @@ def n_records(folder):
 def documents(source, **keys):
     source = source if isinstance(source, list) else str(source)
     stream, facts = prepare.open_source(Config(source=source, **keys))
-    return [document["text"] for document in stream], facts
+    return [read_document(document["stored"])[0] for document in stream], facts
 
 
 def test_files_hold_the_stream_and_the_manifest_counts_it(small):
@@ -318,9 +320,9 @@ def test_asked_rows_are_a_prefix_and_val_comes_right_after(small, tmp_path):
 def test_held_out_documents_are_of_the_first_and_do_not_depend_on_batches(
     small, tmp_path, monkeypatch
 ):
-    for chars in (1, 10**6):
-        monkeypatch.setattr(prepare, "BATCH_CHARS", chars)
-        small.prepare(tmp_path / str(chars), "--n_documents=70 --val_rows=0 --val_share=0.3")
+    for size in (1, 10**6):
+        monkeypatch.setattr(prepare, "BATCH_BYTES", size)
+        small.prepare(tmp_path / str(size), "--n_documents=70 --val_rows=0 --val_share=0.3")
     assert files_of(tmp_path / "1") == files_of(tmp_path / "1000000")
     parts = {"train": [], "val": []}
     for text in small.texts[:70]:
@@ -436,6 +438,8 @@ def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
     assert others == small.texts[: len(others)] and 6 < len(others) < 60
     whole, _ = documents(mixture(**{a: 7, b: 3}), mixture_end="all")
     assert whole[: len(texts)] == texts and len(whole) == 60 + 83
+    empty = str(write_texts(tmp_path / "empty.jsonl", []))
+    assert documents(mixture(**{empty: 1, a: 1}), mixture_end="all")[0] == one
 
 
 class Crash(BaseException):
@@ -455,7 +459,7 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
     config = tmp_path / "config.py"
     config.write_text(f"source = {mixture(**{a: 2, b: 1})}")
     flags = f"{config} {split}"
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 3000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
     small.prepare(tmp_path / "rows", flags)
     left = 0
 
@@ -483,6 +487,31 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
     assert n > 15
 
 
+def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monkeypatch):
+    """One record cannot be read, and one document spells the EOS."""
+    source = tmp_path / "t.jsonl"
+    source.write_bytes(b"{\n" + small.source.read_bytes())
+    flags = f"--source={source} --val_rows=0 --val_share=0.3 --max_bad_records=1"
+    small.prepare(tmp_path / "rows", flags)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # and is as it was after the test
+    cut_rows = prepare.cut_rows
+
+    def kill_one(*args, **keys):
+        cut_rows(*args, **keys)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    folder = tmp_path / "a"
+    monkeypatch.setattr(prepare, "cut_rows", kill_one)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        small.prepare(folder, f"{flags} --workers=1")
+    monkeypatch.setattr(prepare, "cut_rows", cut_rows)
+    assert not (folder / "train.json").exists()
+    small.prepare(folder, f"{flags} --workers=2")
+    assert files_of(folder) == files_of(tmp_path / "rows")
+
+
 def test_rows_are_flushed_before_the_state_that_counts_them(small, tmp_path, monkeypatch):
     events = []
     replace = os.replace
@@ -496,7 +525,7 @@ def test_rows_are_flushed_before_the_state_that_counts_them(small, tmp_path, mon
 
     monkeypatch.setattr(os, "replace", record)
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 9000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 9000)
     small.prepare(tmp_path / "a", "--val_rows=0 --val_share=0.3")
     commits = " ".join(events).split("-> prepare.state ")[:-1]
     assert len(commits) > 3
@@ -531,7 +560,7 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
 
 
 def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 1000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
     lines = small.source.read_bytes().splitlines()
     lines[20:20] = [b"{"]
     lines[60:60] = [b'{"text": "\xff"}', b'{"n": 1}']

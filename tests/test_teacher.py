@@ -7,6 +7,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -27,6 +28,7 @@ from run.teacher import (
     INHERITED,
     check_vocabulary,
     inherited,
+    load_shape,
     load_teacher,
     model_flops,
 )
@@ -183,6 +185,61 @@ def check_gradients(model):
     for p, gradient in zip(model.parameters(), expected, strict=True):
         if gradient is not None:
             assert_near(p.grad, gradient, 1e-5, 1e-6)
+
+
+def fp8(x):
+    """Blocks of 16 x 8 with a scale each, as Qwen3 is published."""
+    blocks = x.unflatten(1, (-1, 8)).unflatten(0, (-1, 16))  # [., 16, ., 8]
+    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+    q = (blocks / scale).to(torch.float8_e4m3fn)
+    parts = {"": q.view_as(x), "_scale_inv": scale[:, 0, :, 0]}
+    return parts, (q.float() * scale).view_as(x)
+
+
+def mxfp4(x):
+    """Codes of 4 bits, two in a byte, and an exponent for each 32 of them, as gpt-oss has them."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(16, (*x.mT.shape[:-1], x.shape[1] // 32, 32))
+    exponents = torch.randint(118, 123, codes.shape[:-1])
+    values = torch.cat((numbers, -numbers))[codes] * 2.0 ** (exponents - 127)[..., None]
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
+    parts = {"_blocks": blocks.byte(), "_scales": exponents.byte()}
+    return parts, values.flatten(-2).mT.contiguous()
+
+
+QUANTIZED = {
+    "fp8": ("qwen3", "proj.weight", fp8, {"weight_block_size": [16, 8]}),
+    "fp8 mixture": ("qwen3_moe", "proj.weight", fp8, {"weight_block_size": [16, 8]}),
+    "mxfp4": ("gpt_oss", "_proj", mxfp4, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_teachers_are_those_of_the_dequantized_weights(kind, dtype, make, tmp_path):
+    family, suffix, quantize, keys = QUANTIZED[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = make(family, sizes)
+    file = f"{folder}/model.safetensors"
+    stored = {}
+    exact = {}
+    for name, x in safetensors.torch.load_file(file).items():
+        parts = {"": x.bfloat16()}
+        exact[name] = x.bfloat16().float()
+        if name.endswith(suffix):
+            parts, exact[name] = quantize(x)
+        stored |= {name + part: t.contiguous() for part, t in parts.items()}
+    safetensors.torch.save_file(exact, file, {"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    safetensors.torch.save_file(stored, file, {"format": "pt"})
+    facts = {"quant_method": kind.partition(" ")[0], **keys}
+    edit(f"{folder}/config.json", f"quantization_config={json.dumps(facts)}", 'dtype="bfloat16"')
+    teacher = load_teacher(folder, dtype, torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(teacher.hidden(IDS), expected.base_model(IDS)[0])
+    assert torch.equal(teacher.head, expected.lm_head.weight)
+    assert "quantization_config" not in load_shape(folder).config
 
 
 def test_flops_of_a_mixture_count_its_active_experts_alone(make):

@@ -25,6 +25,7 @@ what was skipped, with counts and hashes. Until all four are complete, the unfin
 `*.bin.tmp` and `prepare.state`.
 """
 
+import ctypes
 import hashlib
 import itertools
 import math
@@ -133,10 +134,9 @@ def write_rows(cfg, source, tokenizer, state):
         sampler=read_ahead(read_batches(source, state["records"], n_left)),
         collate_fn=tuple,  # which leaves arrays as they are
         num_workers=cfg.workers,
-        multiprocessing_context="forkserver" if cfg.workers else None,
+        multiprocessing_context="spawn" if cfg.workers else None,  # a fork would keep the lock
+        worker_init_fn=start_worker,
     )
-    if cfg.workers:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
     with tqdm(total=max_rows, unit="row") as bar:
         for ids, bad, progress in loader:
             state["skipped"] += bad
@@ -189,6 +189,12 @@ def read_batches(source, first, n_documents):
         yield batch, first, source.state_dict()
 
 
+def start_worker(_):
+    """Make a worker end with the process that started it, and tokenize in one thread."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 @dataclass
 class Encoder:
     """Reads and tokenizes batches of stored documents, possibly in another process."""
@@ -205,8 +211,9 @@ class Encoder:
                of `open_state` that say how much has been read
         """
         stored, first, position = batch
-        bos = {self.recipe["bos"]} - {None}
-        eos = self.recipe["eos_id"]
+        recipe = self.recipe
+        bos = {recipe["bos"]} - {None}
+        eos = recipe["eos_id"]
         spelt = self.tokenizer.eos_token
         backend = self.tokenizer.backend_tokenizer
         # the library's words for: "<|endoftext|>" in a text is encoded as its characters
@@ -233,7 +240,7 @@ class Encoder:
             if bad:
                 problems.append(f"document {i}: {where}{bad}")
             else:
-                split = "val" if held_out(text, self.recipe["val_share"]) else "train"
+                split = "val" if held_out(text, recipe["val_share"]) else "train"
                 streams[split].extend([*bos, *ids, eos])
         return streams, problems, {"records": first + len(stored), "source": position}
 

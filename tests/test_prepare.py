@@ -487,6 +487,7 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
     assert n > 15
 
 
+@pytest.mark.slow
 def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monkeypatch):
     """One record cannot be read, and one document spells the EOS."""
     source = tmp_path / "t.jsonl"
@@ -494,7 +495,6 @@ def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monk
     flags = f"--source={source} --val_rows=0 --val_share=0.3 --max_bad_records=1"
     small.prepare(tmp_path / "rows", flags)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # and is as it was after the test
     cut_rows = prepare.cut_rows
 
     def kill_one(*args, **keys):
@@ -504,7 +504,7 @@ def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monk
 
     folder = tmp_path / "a"
     monkeypatch.setattr(prepare, "cut_rows", kill_one)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
         small.prepare(folder, f"{flags} --workers=1")
     monkeypatch.setattr(prepare, "cut_rows", cut_rows)
     assert not (folder / "train.json").exists()

@@ -191,7 +191,7 @@ class Config:
     checkpoint_every_steps: PositiveInt | None = None
     # newest checkpoints to keep; older ones are deleted
     keep_checkpoints: PositiveInt = 2
-    # keep those at multiples of this too, of which checkpoint_every_steps is a divisor; None: none
+    # also keep those at multiples of this, itself one of checkpoint_every_steps; None: newest alone
     keep_every_steps: PositiveInt | None = None
     # dtype of the final model's weights; checkpoints are fp32
     save_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -267,7 +267,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(k, config.rms_norm_eps)
             self.k_norm = RMSNorm(k, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin, attend) -> Tensor:
+    def forward(self, x, cos, sin, attend=causal) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         # [B, H, T, K], and k and v [B, G, T, K]
         q, k, v = (
@@ -354,8 +354,8 @@ class Qwen2(nn.Module):
         x = self.model.embed_tokens(idx).to(dtype=dtype)  # [B, T, D]
         positions = torch.arange(idx.shape[1], device=idx.device)
         inputs = [table.to(x.dtype) for table in rotary(positions, self.config)]  # [T, K] each
-        end = self.document_end
-        inputs.append(causal if end is None else within_documents(idx, end))
+        if self.document_end is not None:
+            inputs.append(within_documents(idx, self.document_end))
         for layer in self.model.layers:
             if recompute:
                 x = torch.utils.checkpoint.checkpoint(layer, x, *inputs, use_reentrant=False)
@@ -504,7 +504,7 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
 
 
 # ----------------------------------------------------------------------------------------------
-# what edits of the decoder change, told by numbers
+# refusing a model whose decoder was edited since
 
 # A small decoder with all that families may have, and two of its logits as transformers has them.
 SMALL = {

@@ -502,7 +502,7 @@ def finish(folder, state):
             # tells whether two of these rows are of one document
             n_ended = np.cumsum(np.insert(n_eos, 0, 0))
             facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
-            print("the students will have read other rows of the held-out documents: this flatters")
+            print("training rows come from the held-out documents too, so held-out CEs will be low")
         elif recipe["val_share"] and (state["records"] < 100 or facts["rows"] < 20):
             print(f"few documents: with another data_dir, {hold_out} holds out rows of all of them")
         write_manifest(folder, "val", state, facts)

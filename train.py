@@ -47,7 +47,6 @@ from run.checkpoints import (
     stop_diverged,
     wait_for_writer,
 )
-from run.histograms import log_histograms
 from run.log import (
     UNWRITTEN,
     log_terms,
@@ -199,15 +198,15 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
-        heads = [s.model.head for s in students]  # if sharded, whole from `hidden` to backward
+        heads = [s.model.head for s in students]  # `hidden` gathers a sharded head
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, with the logits of some positions at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
             if s.method.term:
                 loss = loss + term_of(s, h, h_t, y, cfg.group)
-            # `head_losses` has computed the gradients of h_s and of the head already. This scales
-            # them, as the loss is a mean, and continues backward from h_s through the layers.
+            # `head_losses` has computed the gradients of h_s and of the head already. Backward
+            # divides them by n_micro, and goes on from h_s through the layers.
             (loss / n_micro).backward()
             for key, value in sums.items():  # over the labels of these rows
                 s.sums[key] += value.double()
@@ -243,6 +242,8 @@ def loop(run, rows, val, teacher, students):
     A checkpoint comes last in a step, so that it is never ahead of the log.
     """
     cfg = run.cfg
+    if cfg.histogram_every_steps:
+        from run.histograms import log_histograms  # few runs need it
     live = resume(students, run)
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may look up ahead

@@ -111,26 +111,20 @@ def machine_facts(device) -> dict:
     }
 
 
-note_once = functools.cache(note)
-
-
+@functools.cache  # later edits are not of the code that runs
 def git_commit() -> str | None:
     """Return the commit of the project's own repository, or None without one.
 
-    A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH.
+    A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH. Neither untracked
+    files nor the results of studies count.
     """
     commit = run_git("rev-parse", "HEAD").strip()
-    edits = uncommitted_edits()
+    edits = run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
     if edits:
         commit += f"+{text_hash(edits)[:12]}"
     if not commit and parallel.rank() == 0:
-        note_once("no commit is recorded: git finds no repository of this project alone")
+        note("no commit is recorded: git finds no repository of this project alone")
     return commit or None
-
-
-def uncommitted_edits() -> str:
-    """Return `git diff HEAD` without the results of studies. Untracked files are not in it."""
-    return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
 def run_git(*arguments: str) -> str:

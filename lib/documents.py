@@ -99,8 +99,11 @@ def open_part(name, text, config, split, share=None):
 
 def list_files(source: str) -> list[str]:
     """Return the files of a local file, folder or glob. Prints a note on those it leaves out."""
-    exists = os.path.exists(source)
-    names = set(walk(source) if exists else glob.glob(source, recursive=True))
+    pattern = source
+    if os.path.exists(source):
+        pattern = glob.escape(source) + "/**" * os.path.isdir(source)  # which skips hidden files
+    found = glob.glob(pattern, recursive=True)
+    names = {name for name in found if not os.path.isdir(name)}
     files = sorted(name for name in names if name.lower().endswith(SUFFIXES))
     others = names.difference(files)
     if others:
@@ -108,16 +111,6 @@ def list_files(source: str) -> list[str]:
     if not files:
         raise UserError(f"source={source}: no such file, or none that ends in {SUFFIXES}")
     return files
-
-
-def walk(path) -> Iterator[str]:
-    """Yield a file's name, or those of the files in a folder and below, but no hidden ones."""
-    if not os.path.isdir(path):
-        yield path
-        return
-    for name in os.listdir(path):
-        if not name.startswith("."):
-            yield from walk(os.path.join(path, name))
 
 
 def read_files(files: list[str], column: str) -> Iterator[dict]:

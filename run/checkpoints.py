@@ -347,7 +347,8 @@ def save_checkpoints(live, run):
     say_if_unsaved(run)
     copies = []
     out = Path(run.cfg.out_dir)
-    sizes = {f"{x.relative_to(out)}": x.stat().st_size for x in out.rglob("*.jsonl")}
+    logs = [*out.glob("*/log.jsonl"), *out.glob("*/histograms.jsonl"), *out.glob("teacher.jsonl")]
+    sizes = {f"{x.relative_to(out)}": x.stat().st_size for x in logs}
     for s in live:
         tensors = {  # all that training has changed
             "model": s.scored.state_dict(),
@@ -483,8 +484,8 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
 def stop(s, run):
     """Write stopped.json, and print how the student can continue.
 
-    It can from the newest checkpoint after which an update was good: with the weights of later
-    ones, every gradient so far was bad.
+    It names the newest checkpoint before the last good update: from later ones, every gradient was
+    bad.
     """
     say_if_unsaved(run)
     begin = ""

@@ -30,8 +30,8 @@ from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
 # Config keys that do not identify a student as they are. Any other key does, also one of your own.
-# The record has the content or the parts of the first ones, and hashes of the rows that prepare.py
-# makes by the next. The others change rounding at most, say how far a run goes, or what it writes.
+# Line 1: the record has what they name. Lines 2 and 3: it has hashes of the rows that they make.
+# Others: they change rounding at most, how far a run goes, or what it writes.
 FREE = """
     methods hyper student student_weights teacher tokenizer resume_from data_dir
     source mixture_end source_config source_split source_text n_documents train_rows val_rows

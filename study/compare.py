@@ -8,7 +8,7 @@
 Flags, with their defaults. They override `_compare` of a config file:
 
     --seeds=3           seeds, from 1 on
-    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; may be repeated; none: no trials
     --trial_steps=N     updates of a trial (as many as of a student)
     --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
     --rows=512          held-out rows to score

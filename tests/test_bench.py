@@ -1,12 +1,15 @@
 """tools/bench.py: its numbers are measured. tools/gpu.py: its parts run, and do not cost others."""
 
 import re
+import sys
 
 import pytest
 import torch
 
+import prepare
 import train
 from lib.device import pick_device
+from lib.rows import open_rows
 from run import methods
 from tests.world import read_table, refusal
 from tools import bench, gpu
@@ -63,6 +66,14 @@ def test_cases_of_a_method_make_the_same_updates(monkeypatch, printed):
     numbers = torch.tensor([[float(x) for x in figures.split(" | ")] for _, figures in rows])
     torch.testing.assert_close(numbers, numbers[:1].expand_as(numbers), rtol=1e-5, atol=1e-5)
     assert "Self CPU time total" in text  # of the profile
+
+
+def test_rows_are_written_without_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "open_source", prepare.open_source)  # which the part replaces
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    flags = f"config/demo.py --data_dir={tmp_path} --n_documents=3 --val_rows=4 --val_share=0"
+    gpu.main(["--device=cpu", "rows", *flags.split()])
+    assert len(open_rows(tmp_path, "train")[0]) > 4
 
 
 # device, cards that torch sees, processes, visible cards => the last process's card, or why none

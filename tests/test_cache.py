@@ -257,7 +257,8 @@ def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
 
 
 def test_hidden_states_are_on_the_disk_before_their_checksums(tmp_path, monkeypatch):
-    rows = SimpleNamespace(file=tmp_path / "val.bin", n=2, manifest={"sha256": "", "row_len": 3})
+    manifest = {"sha256": "", "row_len": 3}
+    rows = SimpleNamespace(file=tmp_path / "val.bin", n=2, manifest=manifest, mask_documents=False)
     states = teacher_cache.States(rows, {}, 4)
     stored = []
     monkeypatch.setattr(

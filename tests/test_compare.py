@@ -370,7 +370,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
 ):
     tune = ["--tune=lr=1e-2,1e-1", "--tune=alra.tau=1,4", "--trial_steps=2"]
     argv = [*argv, "--methods=pretrain,alra", f"--out={tmp_path}", *tune]
-    monkeypatch.setattr("lib.device.uncommitted_edits", lambda: "-a\n+b\n")
+    monkeypatch.setattr("lib.device.git_commit", lambda: "a+b")
     assert compared(argv) == ["seed0", "seed0", "seed1", "seed2", "eval"]
     students = students_of(tmp_path)
     made = [(x["method"], x["seed"], x["n_rows"]) for x in students]

@@ -311,8 +311,12 @@ def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monke
     for edit, pattern in (("", r"\w{40}"), ("b", r"\w{40}\+\w{12}")):
         (tmp_path / "x").write_text(edit)
         monkeypatch.setattr(device, "ROOT", tmp_path)
+        device.git_commit.cache_clear()
         assert re.fullmatch(pattern, device.git_commit())
         (tmp_path / "project").mkdir(exist_ok=True)
         monkeypatch.setattr(device, "ROOT", tmp_path / "project")
+        device.git_commit.cache_clear()
         assert device.git_commit() is None
-    assert capsys.readouterr().err.count("no commit is recorded") == 1
+    device.git_commit()
+    device.git_commit.cache_clear()
+    assert capsys.readouterr().err.count("no commit is recorded") == 2

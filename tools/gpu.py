@@ -15,6 +15,7 @@ of the first three updates, and "norm" that of the third one's gradient.
 """
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -215,8 +216,9 @@ def write_rows(*flags):
         state_dict = dict  # nothing resumes from it
 
     files = sorted(Path(os.__file__).parent.glob("[a-h]*.py"))
-    texts = Documents({"where": "", "text": file.read_text(), "bad": ""} for file in files)
-    prepare.open_source = lambda cfg: (texts, [])
+    records = [({"text": file.read_text()}, "text", "") for file in files]
+    source = Documents({"stored": pickle.dumps(record)} for record in records)
+    prepare.open_source = lambda cfg: (source, [])
     prepare.main(flags)
 
 

@@ -347,7 +347,7 @@ def save_checkpoints(live, run):
     say_if_unsaved(run)
     copies = []
     out = Path(run.cfg.out_dir)
-    logs = [*out.glob("*/log.jsonl"), *out.glob("*/histograms.jsonl"), *out.glob("teacher.jsonl")]
+    logs = [*out.glob("*.jsonl"), *out.glob("*/log.jsonl"), *out.glob("*/histograms.jsonl")]
     sizes = {f"{x.relative_to(out)}": x.stat().st_size for x in logs}
     for s in live:
         tensors = {  # all that training has changed

@@ -14,7 +14,7 @@ demo: .venv/ready
 	$(BIN)/python eval.py out/demo --tasks none
 	$(BIN)/python tools/plot.py out/demo
 	$(BIN)/python demo/check.py out/demo
-	@echo "before you type commands yourself: source .venv/bin/activate"
+	@echo "look at out/demo/curves.png (LESSON.md explains it); before you type commands: source .venv/bin/activate"
 
 replicate: .venv/ready
 	$(BIN)/python study/compare.py study/small.py

@@ -7,14 +7,15 @@ The first command cuts Python source into rows of token ids. The second trains a
 parameters with a teacher of 2.6M, in two to three minutes of CPU time, and prints such lines:
 
     held-out CE  unigram 6.5929  teacher 2.2299
-    step 20  loss 9.9755  gnorm 1.453  lr 2.50e-03
+    step 20  loss 10.5109  gnorm 1.431  lr 7.50e-04
     ..
-    step 480  loss 6.2103  gnorm 1.621  lr 3.00e-04
-    step 480  held-out CE 5.6903
+    step 480  loss 5.8960  gnorm 2.488  lr 9.00e-05
+    step 480  held-out CE 5.5390
 
-Your digits will differ, in the last line by 0.1 or so: machines round differently, and the updates
-amplify it. LESSON.md explains ALRA in words; equations are numbered as in its paper. train.py
-makes the same updates with `config/demo.py --methods=alra`.
+Your digits may differ slightly, as machines round differently, and updates amplify it. If other
+programs use the cores, put OMP_NUM_THREADS=1 before the command. LESSON.md explains ALRA in words;
+equations are numbered as in its paper. train.py makes the same updates with `config/demo.py
+--methods=alra`.
 
 Dimension key: N positions, T time, V vocabulary, k = d_max candidates.
 """

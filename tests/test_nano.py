@@ -107,3 +107,12 @@ def test_updates_are_those_of_train_py(folder):
                 assert float(value) == pytest.approx(expected, rel=0, abs=bounds[key]), line
         saved = Qwen2.from_pretrained(f"out/nano/{method}/model")
         assert_close(saved.state_dict(), names["student"].state_dict(), rtol=0, atol=0)
+
+
+def test_the_lines_of_its_docstring_are_of_its_settings():
+    text = NANO.read_text()
+    lr, min_lr, warmup = (
+        float(re.search(rf"^{key} = (\S+)", text, re.M)[1])
+        for key in ("lr", "min_lr", "warmup_steps")
+    )
+    assert re.findall(r"lr (\S+e-\d+)", text) == [f"{20 / warmup * lr:.2e}", f"{min_lr:.2e}"]

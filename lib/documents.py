@@ -101,7 +101,9 @@ def list_files(source: str) -> list[str]:
     """Return the files of a local file, folder or glob. Prints a note on those it leaves out."""
     pattern = source
     if os.path.exists(source):
-        pattern = glob.escape(source) + "/**" * os.path.isdir(source)  # which skips hidden files
+        pattern = glob.escape(source)
+    if os.path.isdir(source):
+        pattern = os.path.join(pattern, "**")  # which skips hidden files
     found = glob.glob(pattern, recursive=True)
     names = {name for name in found if not os.path.isdir(name)}
     files = sorted(name for name in names if name.lower().endswith(SUFFIXES))

@@ -818,14 +818,14 @@ FITTING = """
 """
 
 
-def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, monkeypatch):
+def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, tmp_path, monkeypatch):
     """A forward batch that they would cut is refused."""
     monkeypatch.setattr(parallel, "check_agreement", lambda **facts: None)
     monkeypatch.setattr(parallel, "all_gather", lambda value: [value])
     monkeypatch.setattr(train, "train_students", lambda cfg: cfg.micro_batch)
     for processes, flags, fitting in world.read_table(FITTING):
         monkeypatch.setattr(parallel, "world", lambda n=processes: int(n))
-        cfg = config(tiny, UNUSED, flags)
+        cfg = config(tiny, tmp_path, flags)
         assert train.distil(cfg) == int(fitting)
     with refusal("4 processes with group=4: expected their product to divide"):
         startup.check_config(config(tiny, UNUSED, "--batch_rows=8 --micro_batch=4 --group=4"))

@@ -26,6 +26,7 @@ import configure
 import eval as ev
 import losses
 import train
+from demo import check
 from lib import tasks
 from tests import world
 from tests.test_losses import case
@@ -240,6 +241,11 @@ def cells(heading):
     """The rows of the first table under a heading, without its head."""
     rows = [line.strip("|") for line in section(heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows[2:]]
+
+
+def test_the_demo_is_checked_against_the_table_of_readme():
+    for method, ce in check.EXPECTED.items():
+        assert re.search(rf"\| {method} [^|]*\| {ce:.4f} ±", README)
 
 
 def test_the_files_that_are_named_are_there():

@@ -7,7 +7,6 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
-import contextlib
 import faulthandler
 import inspect
 import os
@@ -73,17 +72,15 @@ class Config:
 
     # ---- data (prepare.py writes it, train.py reads it)
 
-    # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
+    # folder of train.bin, train.json, val.bin, val.json
     data_dir: str = "data/pile"
     # hub dataset; local file, folder or glob; in a config file also a mixture, a list of dicts
     source: str | list = field(default=CORPUS, hash=False)
-    # "all": a mixture goes on until its last part ends; None: until the first one does
-    mixture_end: Literal["all"] | None = None
     # configuration of a hub dataset, like FineWeb-Edu's sample-10BT; None: its default
     source_config: str | None = None
     # split of a hub dataset
     source_split: str = "train"
-    # column or field that holds the text; "meta.text" is a field inside another one
+    # column or field that holds the text
     source_text: str = "text"
     # records to read at most, in the source's own order; None: all
     n_documents: PositiveInt | None = 2_000_000
@@ -93,8 +90,6 @@ class Config:
     val_rows: NonNegativeInt = 2_048
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = 0.0
-    # processes of prepare.py that tokenize; 0: threads do. The rows are the same
-    workers: NonNegativeInt = 0
     # unreadable records that prepare.py may skip; 0: it stops at the first
     max_bad_records: NonNegativeInt = 0
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"
@@ -240,8 +235,6 @@ def check_students(cfg):
         if cfg.methods.count(name) > 1:
             raise UserError(f"methods: duplicate {name!r}; set labels, like alra@a,alra@b")
     for name, settings in cfg.hyper.items():
-        if not all(isinstance(key, str) for key in (name, *settings)):
-            raise UserError(f"hyper[{name!r}]={settings!r}: expected names of settings")
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
 
@@ -300,12 +293,10 @@ def load(argv, epilog=tuple) -> Config:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     cfg = read_config(argv)
-    from losses import resolve, settings  # imports torch
+    from losses import resolve  # imports torch
 
     for name in (*cfg.methods, *cfg.hyper):
-        overrides = cfg.overrides_of(name)
-        if not overrides.keys() <= settings(name).keys():
-            resolve(name, **overrides)  # raises `UserError`
+        resolve(name, **cfg.overrides_of(name))  # raises `UserError`
     trained = trained_methods(cfg)
     return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
 
@@ -432,27 +423,19 @@ def check_key(arg: str, name):
 
 # What people type for a key, from other codebases.
 SYNONYMS = {
-    "alpha": "METHOD.alpha",
     "batch_size": "batch_rows",
     "bf16": "dtype",
     "block_size": "seq_len",
-    "context_length": "seq_len",
     "dataset": "source",
     "epochs": "max_steps with repeat_rows",
-    "fp16": "dtype",
     "grad_clip": "clip",
     "gradient_accumulation_steps": "batch_rows with micro_batch",
-    "kd": "methods=vanilla_kd",
     "learning_rate": "lr",
-    "loss": "methods",
     "max_iters": "max_steps with schedule_steps",
-    "max_length": "seq_len",
     "model": "student",
     "output_dir": "out_dir",
-    "perplexity": "exp(CE), of the CE that eval.py prints",
     "resume": "the same command again, which resumes, or resume_from for a new run",
     "steps": "max_steps with schedule_steps",
-    "tau": "METHOD.tau, as in alra.tau",
     "temperature": "METHOD.tau, as in vanilla_kd.tau",
 }
 
@@ -480,8 +463,6 @@ def guard(main) -> int:
     """
     faulthandler.enable(2)  # a library's crash, like NCCL's, prints where it was
     faulthandler.register(signal.SIGQUIT, 2)  # Ctrl-\ prints where every thread is
-    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         with naming_files():
             code = main() or 0
@@ -494,8 +475,6 @@ def guard(main) -> int:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            with contextlib.suppress(OSError):
-                note(f"stopped: {error}")
             return TRY_AGAIN
         if not isinstance(error, UserError):
             traceback.print_exc()

@@ -1,7 +1,5 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-    python -m run.teacher_cache config/demo.py     fill it ahead of runs with teacher_cache=True
-
 DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
                                     followed by a uint64 for each row; ROWS is a hash of teacher,
@@ -13,7 +11,6 @@ number and its bytes, so nothing that a kill, a full disk or a copy leaves behin
 complete row. A run computes the rows that are missing before its first update.
 """
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -22,27 +19,20 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import configure
-
-if __name__ == "__main__":
-    configure.check_flags()
-
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configure import TRY_AGAIN
 from lib import parallel
-from lib.device import gib, pick_device
+from lib.device import gib
 from lib.errors import UserError
-from lib.files import atomic_write, flush, writing
+from lib.files import atomic_write, flush, reading, writing
 from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.log import say
 from run.provenance import content_hash, record_hash
-from run.startup import check_config, checked_tokenizer, open_data, open_teacher
 from run.teacher import Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
@@ -98,17 +88,12 @@ class CachedTeacher:
         states = self.states[rows]
         values = states.values[index]
         bad = index[states.checksums(index, values) != states.sums[index]]
-        if len(bad) and not states.sums[bad[0]]:
-            raise UserError(
-                f"{states.file}: row {bad[0]} was not stored; an order of rows of your own belongs "
-                "into row_order of lib/rows.py"
-            )
         if len(bad):
-            states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
-            message = f"{states.file}: row {bad[0]} is damaged; the same command computes it anew"
-            error = UserError(message)
-            error.exit_code = TRY_AGAIN
-            raise error
+            raise UserError(
+                f"{states.file}: row {bad[0]} is missing or damaged; delete that file, and the "
+                "same command computes it anew (an order of your own belongs into row_order of "
+                "lib/rows.py)"
+            )
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
         if self.head.device.type == "cuda":
             h = h.pin_memory()
@@ -141,7 +126,6 @@ def open_cached(
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
-    parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
     teacher = None
@@ -185,57 +169,25 @@ def fill(teacher: Teacher, states, missing: list[np.ndarray], size: int):
 
 
 def write_head(file, head: Tensor | OutputHead):
-    weight = weight_of(head).contiguous()
     saved = {
-        "head": weight,
-        "checksum": torch.tensor(checksum_of(weight)),
+        "head": weight_of(head).contiguous(),
         "widths": torch.tensor(getattr(head, "widths", ())),
         "caps": torch.tensor(getattr(head, "caps", ())),
     }
-    try:
-        atomic_write(file, safetensors.torch.save(saved))
-    except UserError:
-        if read_head(file) is None:  # else another program has written it meanwhile
-            raise
+    atomic_write(file, safetensors.torch.save(saved))
 
 
 def read_head(file) -> Tensor | OutputHead | None:
-    """Return the stored head, or None if there is none or it is damaged."""
-    with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
+    """Return the stored head, or None if there is none."""
+    if not file.is_file():
+        return None
+    with reading(file, "delete it"):
         saved = safetensors.torch.load_file(file)
-        if checksum_of(saved["head"]) == saved["checksum"]:
-            parts = (tuple(saved[key].tolist()) for key in ("widths", "caps"))
-            return OutputHead(saved["head"], *parts) if len(saved["caps"]) else saved["head"]
-    return None
-
-
-def checksum_of(head: Tensor) -> int:
-    return zlib.crc32(head.view(torch.uint8).numpy())
-
-
-def fill_cache(cfg):
-    """Compute and store hidden states of a run's training rows, and of all held-out rows."""
-    device = pick_device(cfg.device)
-    cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
-    parallel.start(device, cfg.timeout_minutes)
-    check_config(cfg)
-    rows = open_data(cfg, "train")
-    val = open_data(cfg, "val")
-    checked_tokenizer(cfg, rows, val)
-    open_teacher(cfg, rows, val)
-    parallel.stop()
+    parts = (tuple(saved[key].tolist()) for key in ("widths", "caps"))
+    return OutputHead(saved["head"], *parts) if len(saved["caps"]) else saved["head"]
 
 
 def progress(*args, **kwargs) -> tqdm:
     """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
     seconds = 0.1 if sys.stderr.isatty() else 30
     return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
-
-
-def main(argv) -> int:
-    fill_cache(configure.load(argv))
-    return 0
-
-
-if __name__ == "__main__":
-    configure.run(main)

@@ -272,11 +272,6 @@ def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".alra-lock"}
 
 
-def n_records(folder):
-    """Records that the last commit of an unfinished run has counted."""
-    return read_json(folder / "prepare.state")["records"]
-
-
 def documents(source, **keys):
     source = source if isinstance(source, list) else str(source)
     stream, facts = prepare.open_source(Config(source=source, **keys))
@@ -298,6 +293,17 @@ def test_files_hold_the_stream_and_the_manifest_counts_it(small):
     assert train["valid_targets"] == train["tokens"] - train["rows"]
     assert train["padding_share"] == pytest.approx(1 - train["tokens"] / (31 * train["rows"]))
     assert (train["eos_id"], train["row_len"]) == (eos, 31)
+
+
+def test_the_last_line_is_a_command_that_trains_on_these_rows(small, tmp_path, printed):
+    more = "--batch_rows=1 --max_steps=9 --schedule_steps=10000"
+    for flags, added in (
+        (f"{more} --max_steps=10000", " --out_dir=out/mine --repeat_rows=True"),
+        (f"{more} --out_dir=out/try", ""),
+    ):
+        small.prepare(tmp_path / "mine", flags)
+        argv = " ".join(small.flags(tmp_path / "mine", flags))
+        assert printed().splitlines()[-1] == f"next: python train.py {argv}{added}"
 
 
 def test_unigram_ce_is_that_of_the_training_rows_frequencies(small):
@@ -519,7 +525,7 @@ def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monke
     message = r"t.jsonl, record 62: .*KeyError: 'text'.*set max_bad_records above 2"
     with refusal(message):
         small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=2")
-    assert 20 < n_records(tmp_path / "a") < 62
+    assert 20 < read_json(tmp_path / "a/prepare.state")["records"] < 62
     small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=3")  # resumes
     assert files_of(tmp_path / "a")["train.bin"] == files_of(small.rows)["train.bin"]
     skipped = "".join(manifest(tmp_path / "a", "train")["skipped"])

@@ -205,22 +205,16 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
 
 
 def test_a_config_file_may_have_helpers_and_numbers_of_numpy(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
+    text = (
         "import os, numpy as np\nfrom pathlib import Path\ndef f(x): return x\nlr = np.float32(1)\n"
         "seed = f(np.int64(3))\nhyper = {'alra': {'d_max': np.int64(9)}}\nshuffle = np.bool_(True)"
     )
-    cfg = load([str(file)])
-    assert json.loads(json.dumps([cfg.lr, cfg.seed, cfg.hyper, cfg.shuffle])) == [
-        1.0,
-        3,
-        {"alra": {"d_max": 9}},
-        True,
-    ]
+    cfg = load([write(tmp_path, text)])
+    values = json.dumps([cfg.lr, cfg.seed, cfg.hyper, cfg.shuffle])
+    assert values == '[1.0, 3, {"alra": {"d_max": 9}}, true]'
     for text, message in (
         ("for i in range(3): pass", "no such key 'i'.* a helper's name begins with _; --help"),
         ("lr = max", "lr=.*: expected float"),
     ):
-        file.write_text(text)
-        with pytest.raises(UserError, match=message):
-            load([str(file)])
+        with refusal(message):
+            load([write(tmp_path, text)])

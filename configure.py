@@ -72,15 +72,17 @@ class Config:
 
     # ---- data (prepare.py writes it, train.py reads it)
 
-    # folder of train.bin, train.json, val.bin, val.json
+    # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
     data_dir: str = "data/pile"
     # hub dataset; local file, folder or glob; in a config file also a mixture, a list of dicts
     source: str | list = field(default=CORPUS, hash=False)
+    # "all": a mixture goes on until its last part ends; None: until the first one does
+    mixture_end: Literal["all"] | None = None
     # configuration of a hub dataset, like FineWeb-Edu's sample-10BT; None: its default
     source_config: str | None = None
     # split of a hub dataset
     source_split: str = "train"
-    # column or field that holds the text
+    # column or field that holds the text; "meta.text" is a field inside another one
     source_text: str = "text"
     # records to read at most, in the source's own order; None: all
     n_documents: PositiveInt | None = 2_000_000
@@ -90,6 +92,8 @@ class Config:
     val_rows: NonNegativeInt = 2_048
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = 0.0
+    # processes of prepare.py that tokenize; 0: threads do. The rows are the same
+    workers: NonNegativeInt = 0
     # unreadable records that prepare.py may skip; 0: it stops at the first
     max_bad_records: NonNegativeInt = 0
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"
@@ -423,19 +427,27 @@ def check_key(arg: str, name):
 
 # What people type for a key, from other codebases.
 SYNONYMS = {
+    "alpha": "METHOD.alpha",
     "batch_size": "batch_rows",
     "bf16": "dtype",
     "block_size": "seq_len",
+    "context_length": "seq_len",
     "dataset": "source",
     "epochs": "max_steps with repeat_rows",
+    "fp16": "dtype",
     "grad_clip": "clip",
     "gradient_accumulation_steps": "batch_rows with micro_batch",
+    "kd": "methods=vanilla_kd",
     "learning_rate": "lr",
+    "loss": "methods",
     "max_iters": "max_steps with schedule_steps",
+    "max_length": "seq_len",
     "model": "student",
     "output_dir": "out_dir",
+    "perplexity": "exp(CE), of the CE that eval.py prints",
     "resume": "the same command again, which resumes, or resume_from for a new run",
     "steps": "max_steps with schedule_steps",
+    "tau": "METHOD.tau, as in alra.tau",
     "temperature": "METHOD.tau, as in vanilla_kd.tau",
 }
 

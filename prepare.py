@@ -25,12 +25,15 @@ what was skipped, with counts and hashes. Until all four are complete, the unfin
 `*.bin.tmp` and `prepare.state`.
 """
 
+import ctypes
 import hashlib
 import itertools
 import math
 import os
 import re
 import shlex
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import configure
@@ -39,7 +42,9 @@ if __name__ == "__main__":
     configure.check_flags()
 
 import numpy as np
+from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from lib.documents import open_source, read_document
 from lib.errors import UserError, note
@@ -57,6 +62,7 @@ RECIPE_KEYS = (
     "source_config",
     "source_text",
     "source_split",
+    "mixture_end",
     "n_documents",
     "train_rows",
     "val_rows",
@@ -84,6 +90,8 @@ def prepare(cfg):
     Raises `UserError` if the folder holds data of another recipe, complete or not. Nothing is
     overwritten.
     """
+    if "," in cfg.data_dir:
+        raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
     if not (cfg.val_rows or cfg.val_share):
         raise UserError("val_rows=0 with val_share=0: training needs held-out rows; set either")
     name = cfg.tokenizer_name()
@@ -130,9 +138,18 @@ def write_rows(cfg, source, tokenizer, state):
         shorten(folder, state, split)  # removes rows that the state did not count before a kill
     if "source" in state:
         source.load_state_dict(state["source"])
+    loader = DataLoader(
+        Encoder(tokenizer, state["recipe"]),
+        batch_size=None,
+        sampler=read_ahead(read_batches(source, state["records"], n_left)),
+        collate_fn=tuple,  # which leaves arrays as they are
+        num_workers=cfg.workers,
+        multiprocessing_context="spawn" if cfg.workers else None,  # a fork would keep the lock
+        worker_init_fn=start_worker,
+    )
     with tqdm(total=max_rows, unit="row") as bar:
-        for batch, position in read_ahead(read_batches(source, n_left)):
-            ids = encode(tokenizer, batch, state)
+        for ids, bad, progress in loader:
+            state["skipped"] += bad
             if len(state["skipped"]) > cfg.max_bad_records:
                 problem = state["skipped"][cfg.max_bad_records]
                 raise UserError(
@@ -141,8 +158,7 @@ def write_rows(cfg, source, tokenizer, state):
             for split in n_rows:
                 cut_rows(folder, state, split, table, ids[split])
             bar.update(n_rows["train"] - bar.n)
-            state["records"] += len(batch)
-            state["source"] = position
+            state.update(progress)
             if n_rows["train"] >= max_rows:
                 break  # the state is saved below, and then counts max_rows at most
             write_json(folder / "prepare.state", state)
@@ -156,55 +172,76 @@ def write_rows(cfg, source, tokenizer, state):
 # --- Documents to ids
 
 
-def read_batches(source, n_documents):
-    """Yield the next stored documents in batches, each with the source's position after it."""
+def read_batches(source, first, n_documents):
+    """Yield the next documents in batches: what `Encoder` takes. `first` have been read before."""
     batch = []
     size = 0
     for document in itertools.islice(source, n_documents):
         batch.append(document["stored"])
         size += len(document["stored"]) + 500  # a short document takes memory too
         if size >= BATCH_BYTES:
-            yield batch, source.state_dict()
+            yield batch, first, source.state_dict()
+            first += len(batch)
             batch = []
             size = 0
     if batch:
-        yield batch, source.state_dict()
+        yield batch, first, source.state_dict()
 
 
-def encode(tokenizer, batch, state) -> dict:
-    """Return by split the ids of a batch of stored documents, each with BOS and EOS.
+def start_worker(_):
+    """Make a worker end with the process that started it, and tokenize in one thread."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-    Adds a message to the state for each document that cannot be read, or whose ids lose text.
-    """
-    recipe = state["recipe"]
-    bos = {recipe["bos"]} - {None}
-    eos = recipe["eos_id"]
-    spelt = tokenizer.eos_token
-    backend = tokenizer.backend_tokenizer
-    # the library's words for: "<|endoftext|>" in a text is encoded as its characters
-    backend.encode_special_tokens = True
-    documents = [read_document(stored) for stored in batch]
-    texts = [text for text, _, _ in documents]
-    if not state["records"] and any(spelt in text for text in texts):
-        note(
-            f"warning: a document spells {spelt!r}, which stays text; if it separates "
-            "documents, write a file with a record for each"
-        )
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    ids_of = [encoding.ids for encoding in encodings]
-    decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
-    streams = {"train": [], "val": []}
-    parts = zip(itertools.count(state["records"]), documents, ids_of, decoded)
-    for i, (text, where, bad), ids, result in parts:
-        bad = bad or loss_of(text, result)
-        if eos in ids:  # of a tokenizer whose EOS is an ordinary token
-            bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
-        if bad:
-            state["skipped"].append(f"document {i}: {where}{bad}")
-        else:
-            split = "val" if held_out(text, recipe["val_share"]) else "train"
-            streams[split].extend([*bos, *ids, eos])
-    return streams
+
+@dataclass
+class Encoder:
+    """Reads and tokenizes batches of stored documents, possibly in another process."""
+
+    tokenizer: PreTrainedTokenizerFast
+    recipe: dict
+
+    def __getitem__(self, batch):
+        """Return what a batch adds to the streams, what is wrong in it, and the new progress.
+
+        batch  stored documents; the number of those before; the source's position after them
+        ->     by split, the ids [n] uint32 of the documents, each with BOS and EOS; a message for
+               each document that cannot be read, or whose ids lose some of its text; the entries
+               of `open_state` that say how much has been read
+        """
+        stored, first, position = batch
+        recipe = self.recipe
+        bos = {recipe["bos"]} - {None}
+        eos = recipe["eos_id"]
+        spelt = self.tokenizer.eos_token
+        backend = self.tokenizer.backend_tokenizer
+        # the library's words for: "<|endoftext|>" in a text is encoded as its characters
+        backend.encode_special_tokens = True  # a copy in another process does not have it
+        documents = [read_document(each) for each in stored]
+        texts = [text for text, _, _ in documents]
+        if not first and any(spelt in text for text in texts):
+            note(
+                f"warning: a document spells {spelt!r}, which stays text; if it separates "
+                "documents, write a file with a record for each"
+            )
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids_of = [encoding.ids for encoding in encodings]
+        decoded = backend.decode_batch(ids_of, skip_special_tokens=False)
+        streams = {"train": array("I"), "val": array("I")}
+        problems = []
+        parts = zip(itertools.count(first), documents, ids_of, decoded)
+        for i, (text, where, bad), ids, result in parts:
+            bad = bad or loss_of(text, result)
+            if eos in ids:  # of a tokenizer whose EOS is an ordinary token
+                bad = (
+                    "tokenizer: a text contains its eos_token; take one whose eos_token is special"
+                )
+            if bad:
+                problems.append(f"document {i}: {where}{bad}")
+            else:
+                split = "val" if held_out(text, recipe["val_share"]) else "train"
+                streams[split].extend([*bos, *ids, eos])
+        return streams, problems, {"records": first + len(stored), "source": position}
 
 
 def held_out(text, share):

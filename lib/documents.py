@@ -1,7 +1,8 @@
 """The documents of a source: a dataset on the hub, local files, or a mixture of these.
 
 A source yields stored documents: pickles of (record, column of the text, file and number of the
-record). `read_document` takes the text out of one. So all parts of a mixture have one column.
+record). `read_document` takes the text out of one. So the processes that tokenize also decode
+JSON, and all parts of a mixture have the same one column.
 """
 
 import glob
@@ -29,7 +30,7 @@ def open_source(cfg):
     """Return a stream of the documents of `cfg.source`, and the facts of each of its parts.
 
     The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture draws from its
-    parts with the probabilities of their shares, by a fixed seed, until one of them ends.
+    parts with the probabilities of their shares, by a fixed seed.
     """
     import datasets
 
@@ -57,7 +58,10 @@ def open_source(cfg):
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    return datasets.interleave_datasets(streams, shares, seed=0), facts
+    end = "first_exhausted"
+    if cfg.mixture_end == "all":
+        end = "all_exhausted_without_replacement"  # reads no document twice
+    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
 
 
 def open_part(name, text, config, split, share=None):
@@ -147,7 +151,12 @@ def read_document(stored: bytes) -> tuple:
     try:
         if isinstance(record, bytes):
             record = json.loads(record.decode("utf-8-sig"))
-        text = record[column]
+        text = record
+        keys = [column]
+        if column not in record:
+            keys = column.split(".")  # of "meta.text", a field inside another one
+        for key in keys:
+            text = text[key]
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text

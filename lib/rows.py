@@ -1,6 +1,7 @@
 """The rows files that prepare.py writes: NAME.bin in a folder, and its manifest NAME.json.
 
-NAME.bin is uint32 [n_rows, row_len], with PAD in the unused tail of a row.
+NAME.bin is uint32 [n_rows, row_len], with PAD in the unused tail of a row. A run reads the rows of
+one folder, or those of several, "data/a,data/b", one after the other.
 
 Dimension key: B rows, T time.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from lib.errors import UserError
 from lib.files import read_json
@@ -22,18 +24,61 @@ PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time
 # what readers need of a manifest
 MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "tokenizer_sha256")
+# what the rows of several folders must have in common
+SHARED = (
+    "row_len",
+    "rule_version",
+    "held_out_version",
+    "val_share",
+    "tokenizer_sha256",
+    "vocab_size",
+    "eos_id",
+    "bos",
+)
 
 
-def read_manifest(folder: str | Path, name) -> dict:
-    """Return the manifest of the rows NAME of a folder."""
-    file = Path(folder, f"{name}.json")
-    if not file.is_file() or not file.with_suffix(".bin").is_file():
-        raise UserError(f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config")
-    return read_json(file, MANIFEST, f"move {folder} aside and prepare it again")
+def read_manifest(data_dir: str | Path, name) -> dict:
+    """Return the manifest of the rows NAME of a folder, or one for those of several folders.
+
+    Its sha256 is then that of each folder, with commas between them. Its unigram CE is the mean
+    over all held-out rows, each under the token frequencies of its own folder. Raises `UserError`
+    if the folders' rows do not go together.
+    """
+    folders = str(data_dir).split(",")
+    manifests = []
+    for folder in folders:
+        file = Path(folder, f"{name}.json")
+        if not file.is_file() or not file.with_suffix(".bin").is_file():
+            remedy = "run prepare.py with the config"
+            if file.with_name("train.json").exists():  # prepare.py takes it for a finished folder
+                remedy = f"move it aside, and {remedy}"
+            raise UserError(f"{folder}: no {name}.bin with {name}.json; {remedy}")
+        manifests.append(read_json(file, MANIFEST, f"move {folder} aside and prepare it again"))
+    if len(folders) == 1:
+        return manifests[0]
+    hashes = [manifest["sha256"] for manifest in manifests]
+    if len({*hashes}) < len(hashes):
+        raise UserError(f"{data_dir}: two folders hold the same rows; name each once")
+    joint = {"sha256": ",".join(hashes), "rows": sum(x["rows"] for x in manifests)}
+    for key in SHARED:
+        values = [manifest.get(key) for manifest in manifests]
+        if len({*values}) > 1:
+            raise UserError(f"{data_dir}: {key} is {values}; prepare all with one config")
+        joint[key] = values[0]
+    if name == "val":
+        ended = [np.array(x.get("ended_in_train", [0] * x["rows"])) for x in manifests]
+        # far apart, as no document goes on in the next folder
+        joint["ended_in_train"] = np.concatenate([x + (n << 32) for n, x in enumerate(ended)])
+    if all("unigram_ce" in manifest for manifest in manifests):
+        figures = [(x["valid_targets"], x["unigram_ce"], x["unigram_half"]) for x in manifests]
+        n, ce, half = np.array(figures, float).T  # half is NaN for a folder without an interval
+        joint["unigram_ce"] = n @ ce / n.sum()
+        joint["unigram_half"] = np.linalg.norm(n * half) / n.sum()
+    return joint
 
 
 def open_rows(folder: str | Path, name):
-    """Return the ids [n_rows, row_len] uint32 of a folder, memory-mapped, and the manifest.
+    """Return the ids [n_rows, row_len] uint32 of one folder, memory-mapped, and the manifest.
 
     Raises `UserError` if they do not match.
     """
@@ -48,14 +93,19 @@ def open_rows(folder: str | Path, name):
 
 
 class Rows:
-    """The rows NAME as batches for a model. An index means the same row on every process."""
+    """The rows NAME as batches for a model. An index means the same row on every process.
+
+    data_dir  a folder, or several, whose rows come one after the other
+    """
 
     def __init__(self, data_dir: str | Path, name, seq_len, mask_after_eos: bool, n_vocab: int):
-        self.ids, self.manifest = open_rows(data_dir, name)
+        folders = str(data_dir).split(",")
+        self.ids = ConcatDataset([open_rows(folder, name)[0] for folder in folders])
+        self.manifest = read_manifest(data_dir, name)
         self.n = len(self.ids)
         self.mask_documents = False  # whether a token sees its own document alone (configure.py)
         self.first_row_step = 0  # the update that reads row 0; not 0 in a branch on other rows
-        self.file = f"{data_dir}/{name}.bin"
+        self.file = f"{folders[0]}/{name}.bin"
         self.n_vocab = n_vocab
         self.eos = self.manifest["eos_id"]
         self.mask_after_eos = mask_after_eos
@@ -71,7 +121,7 @@ class Rows:
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """Return the ids [B, row_len] of the rows of these indices."""
-        return self.ids[index]
+        return np.stack([self.ids[i] for i in index])
 
     def batch(self, index: np.ndarray, device):
         """Return the rows of these indices as model inputs.

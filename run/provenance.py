@@ -31,8 +31,8 @@ from run.teacher import inherited, load_shape
 # Others: they change rounding at most, how far a run goes, or what it writes.
 FREE = """
     methods hyper student student_weights teacher tokenizer resume_from data_dir
-    source source_config source_split source_text n_documents train_rows val_rows
-    val_share max_bad_records bos repeat_rows
+    source mixture_end source_config source_split source_text n_documents train_rows val_rows
+    val_share workers max_bad_records bos repeat_rows
     micro_batch device teacher_device teacher_cache recompute chunk_positions compile shard
     timeout_minutes max_steps max_skipped_updates
     out_dir log_every_steps histogram_every_steps tensorboard wandb_project val_every_steps

@@ -11,6 +11,7 @@ number and its bytes, so nothing that a kill, a full disk or a copy leaves behin
 complete row. A run computes the rows that are missing before its first update.
 """
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -25,10 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from configure import TRY_AGAIN
 from lib import parallel
 from lib.device import gib
 from lib.errors import UserError
-from lib.files import atomic_write, flush, reading, writing
+from lib.files import atomic_write, flush, writing
 from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.log import say
@@ -88,12 +90,17 @@ class CachedTeacher:
         states = self.states[rows]
         values = states.values[index]
         bad = index[states.checksums(index, values) != states.sums[index]]
-        if len(bad):
+        if len(bad) and not states.sums[bad[0]]:
             raise UserError(
-                f"{states.file}: row {bad[0]} is missing or damaged; delete that file, and the "
-                "same command computes it anew (an order of your own belongs into row_order of "
-                "lib/rows.py)"
+                f"{states.file}: row {bad[0]} was not stored; an order of rows of your own belongs "
+                "into row_order of lib/rows.py"
             )
+        if len(bad):
+            states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
+            message = f"{states.file}: row {bad[0]} is damaged; the same command computes it anew"
+            error = UserError(message)
+            error.exit_code = TRY_AGAIN
+            raise error
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
         if self.head.device.type == "cuda":
             h = h.pin_memory()
@@ -126,6 +133,7 @@ def open_cached(
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
+    parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
     teacher = None
@@ -169,22 +177,32 @@ def fill(teacher: Teacher, states, missing: list[np.ndarray], size: int):
 
 
 def write_head(file, head: Tensor | OutputHead):
+    weight = weight_of(head).contiguous()
     saved = {
-        "head": weight_of(head).contiguous(),
+        "head": weight,
+        "checksum": torch.tensor(checksum_of(weight)),
         "widths": torch.tensor(getattr(head, "widths", ())),
         "caps": torch.tensor(getattr(head, "caps", ())),
     }
-    atomic_write(file, safetensors.torch.save(saved))
+    try:
+        atomic_write(file, safetensors.torch.save(saved))
+    except UserError:
+        if read_head(file) is None:  # else another program has written it meanwhile
+            raise
 
 
 def read_head(file) -> Tensor | OutputHead | None:
-    """Return the stored head, or None if there is none."""
-    if not file.is_file():
-        return None
-    with reading(file, "delete it"):
+    """Return the stored head, or None if there is none or it is damaged."""
+    with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
-    parts = (tuple(saved[key].tolist()) for key in ("widths", "caps"))
-    return OutputHead(saved["head"], *parts) if len(saved["caps"]) else saved["head"]
+        if checksum_of(saved["head"]) == saved["checksum"]:
+            parts = (tuple(saved[key].tolist()) for key in ("widths", "caps"))
+            return OutputHead(saved["head"], *parts) if len(saved["caps"]) else saved["head"]
+    return None
+
+
+def checksum_of(head: Tensor) -> int:
+    return zlib.crc32(head.view(torch.uint8).numpy())
 
 
 def progress(*args, **kwargs) -> tqdm:

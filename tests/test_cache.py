@@ -11,8 +11,10 @@ import torch
 
 import configure
 import eval as ev
+import train
 from lib import parallel
 from lib.errors import UserError
+from lib.files import read_json
 from run import startup, teacher, teacher_cache
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
@@ -23,8 +25,10 @@ from tests.world import (
     final_bits,
     flags,
     read_jsonl,
+    refusal,
     start,
     untimed,
+    write_rows,
 )
 
 FLAGS = "--methods=vanilla_kd,alra --shuffle=True --histogram_every_steps=2"
@@ -90,6 +94,26 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     assert n_rows[1:] == [24 + 7, 0]  # each row once
 
 
+def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
+    """Also stored and resumed. The folders' order counts."""
+    for name, cut, n in (("train", 60, 97), ("val", 4, 7)):
+        ids = startup.open_data(config(world, "unused"), name).read(np.arange(n))
+        write_rows(tmp_path / "a", name, ids=ids[:cut])
+        write_rows(tmp_path / "b", name, ids=ids[cut:], seed=2)
+    one = config(world, tmp_path / "one", f"{FLAGS} --methods=vanilla_kd")
+    assert train.distil(one) == 0
+    out = tmp_path / "two"
+    two = f"{CACHED} --methods=vanilla_kd --data_dir={tmp_path}/a,{tmp_path}/b"
+    for steps in (4, 6):
+        distil(world, out, two, max_steps=steps)
+    assert final_bits(out, "vanilla_kd") == final_bits(tmp_path / "one", "vanilla_kd")
+    assert len([*tmp_path.glob("a/teacher_*")]) == 3
+    record = read_json(out / "vanilla_kd/run.json")["made_by"]
+    assert (record["data_sha256"], record["val_sha256"]) == ("train1,train2", "val1,val2")
+    with refusal("data_sha256 was 'train1,train2', now 'train2,train1'"):
+        train.distil(config(world, out, f"{two} --data_dir={tmp_path}/b,{tmp_path}/a"))
+
+
 def fill(cfg):
     """Store what a run reads, as training does before its first update."""
     startup.open_teacher(cfg, *(startup.open_data(cfg, part) for part in ("train", "val")))
@@ -121,9 +145,14 @@ def exchange(b, at, n):
     return b[:at] + b[at + n : at + 2 * n] + b[at : at + n] + b[at + 2 * n :]
 
 
-DAMAGES = {
-    "rows exchanged": lambda b: exchange(exchange(b, 0, ROW), SUMS, 8),
-    "cut": lambda b: b[: SUMS + 7],
+DAMAGES = {  # from a file's bytes and those of the states of val
+    "rows exchanged": lambda b, val: exchange(exchange(b, 0, ROW), SUMS, 8),
+    # its first seven rows and their checksums
+    "rows of another file": lambda b, val: (
+        val[: 7 * ROW] + b[7 * ROW : SUMS] + val[7 * ROW :] + b[SUMS + 56 :]
+    ),
+    "cut": lambda b, val: b[: SUMS + 7],
+    "another head": lambda b, val: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:],
 }
 
 
@@ -135,14 +164,17 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
         torch.testing.assert_close(states_of(cfg, load=False), states, rtol=0, atol=0)
 
     assert_all_stored()
-    (file,) = world.glob("data/teacher_*.train.states")
+    (val,) = world.glob("data/teacher_*.val.states")
     for name, damage in DAMAGES.items():
-        file.write_bytes(damage(file.read_bytes()))
+        kind = ".safetensors" if "head" in name else ".train.states"
+        (file,) = world.glob(f"data/teacher_*{kind}")
+        file.write_bytes(damage(file.read_bytes(), val.read_bytes()))
         try:
             assert states_of(cfg, load=False) is None, name
         except UserError as error:
-            assert f"{file}: row 0 is missing or damaged; delete that file" in str(error)
-            file.unlink()
+            assert "is damaged; the same command computes it anew" in str(error)
+            assert error.exit_code == 75
+            assert states_of(cfg, load=False) is None, name  # its row is missing now
         torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
         assert_all_stored()
 

@@ -182,6 +182,7 @@ set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True
 run/pretrain/checkpoints/step_00000004: contains a different run \
 \(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose
 prepare.py cfg.py --seq_len=8 => data: holds data of another recipe
+prepare.py cfg.py --data_dir=data,b => data_dir=data,b: prepare.py writes one folder
 """
 # a command, what is broken before it, and the message
 BROKEN = rf"""
@@ -245,6 +246,9 @@ mask_documents=True: student is computed by transformers
 {OTHER_EVAL} => {ADAPTER} => merge the adapter with its model, and save that
 {NEW} --teacher=other => {ADAPTER} => merge the adapter with its model, and save that
 {EVAL} => fill val 4294967295 => the chosen held-out rows have no targets; choose others
+{NEW} --data_dir=data,b => cp -r data b => data,b: two folders hold the same rows
+{NEW} --data_dir=data,b => cp -r data b then set b/train.json val_share=0.5 sha256="b" => \
+data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {NEW} => echo {{ > data/train.json => data/train.json: cannot be used
 {NEW} => truncate -s -100 data/train.bin => data/train.bin: not the bytes that train.json describes
 {NEW} => rm data/val.bin => data: no val.bin with val.json

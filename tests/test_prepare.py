@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
@@ -272,6 +274,11 @@ def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".alra-lock"}
 
 
+def n_records(folder):
+    """Records that the last commit of an unfinished run has counted."""
+    return read_json(folder / "prepare.state")["records"]
+
+
 def documents(source, **keys):
     source = source if isinstance(source, list) else str(source)
     stream, facts = prepare.open_source(Config(source=source, **keys))
@@ -353,6 +360,23 @@ def test_held_out_rows_are_of_all_documents(small, tmp_path):
     assert min(numbers) == 0
 
 
+def test_the_manifests_of_two_folders_become_one(small, tmp_path):
+    source = write_texts(tmp_path / "b.jsonl", small.texts[:50])
+    small.prepare(tmp_path / "b", f"--source={source}")
+    folders = (small.rows, tmp_path / "b")
+    manifests = [manifest(folder, "val") for folder in folders]
+    keys = ("valid_targets", "unigram_ce", "unigram_half")
+    n, ce, half = np.array([[facts[key] for facts in manifests] for key in keys])
+    val = rows.Rows(f"{small.rows},{tmp_path}/b", "val", 30, False, 420)
+    assert val.reference_ces["unigram_ce"] == pytest.approx(n @ ce / n.sum())
+    assert val.manifest["unigram_half"] == pytest.approx(math.hypot(*n * half) / n.sum())
+    index = np.arange(7)
+    parts = [rows.Rows(folder, "val", 30, False, 420).documents(index) for folder in folders]
+    expected = np.concatenate([parts[0], parts[1] + 1 + parts[0].max()])
+    is_label = val.read(np.arange(14))[:, 1:] != PAD
+    assert (val.documents(np.arange(14))[is_label] == expected[is_label]).all()
+
+
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
     texts = small.texts
     lines = []
@@ -375,9 +399,9 @@ def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
 
 
 def test_a_dataset_of_the_hub_is_read_at_one_commit_also_in_a_mixture(tmp_path, monkeypatch):
-    """A dataset in the hub's layout with configurations."""
+    """A dataset in the hub's layout with configurations, and nested fields."""
     texts = [f"text {i}" for i in range(9)]
-    table = [{"meta": {"n": 1}, "body": text} for text in texts]
+    table = [{"meta": {"n": 1, "text": text}, "bad": text} for text in texts]
     write_like_the_hub(tmp_path / "someone/corpus", table[3:], "a", "dev")
     write_like_the_hub(tmp_path / "someone/corpus", table, "b", "dev")
     load_dataset = datasets.load_dataset
@@ -390,17 +414,17 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit_also_in_a_mixture(tmp_path, 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
-    keys = {"source_config": "b", "source_text": "body", "source_split": "dev"}
+    keys = {"source_config": "b", "source_text": "meta.text", "source_split": "dev"}
     read, (alone,) = documents("someone/corpus@v1", **keys)
     assert read == texts
     assert dataset_info.mock_calls == [call("someone/corpus", revision="v1")]
-    write_lines(tmp_path / "x.jsonl", [{"x": text} for text in "abc"])
-    own = {"text": "body", "config": "b", "split": "dev"}
+    write_lines(tmp_path / "x.jsonl", [{"x.y": "a"}, {"x": {"y": "b"}}, {"x": 3}])
+    own = {"text": "meta.text", "config": "b", "split": "dev"}
     part = {"name": "someone/corpus", "share": 3} | own
     source = [part, {"name": f"{tmp_path}/x.jsonl", "share": 1}]
-    read, facts = documents(source, source_text="x")
-    assert [text for text in read if text in texts] == texts[: len(read) - 3]
-    assert [text for text in read if text not in texts] == ["a", "b", "c"]
+    read, facts = documents(source, source_text="x.y", mixture_end="all")
+    assert [text for text in read if text in texts] == texts
+    assert [text for text in read if text not in texts] == ["a", "b", ""]
     assert facts[0] == alone | own | {"source": "someone/corpus@c0ffee", "share": 0.75}
     assert facts[1].keys() == {"source", "sha256", "share"}
 
@@ -414,7 +438,8 @@ def mixture(**shares):
     return [{"name": str(file), "share": share} for file, share in shares.items()]
 
 
-def test_several_sources_are_mixed_by_their_shares_until_one_ends(small, tmp_path):
+def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
+    """Until one of them ends, or all."""
     one = small.texts[:60]
     a = str(write_texts(tmp_path / "a.jsonl", one))
     b = str(write_texts(tmp_path / "b.jsonl", [text + " two" for text in small.texts]))
@@ -422,7 +447,10 @@ def test_several_sources_are_mixed_by_their_shares_until_one_ends(small, tmp_pat
     assert [text for text in texts if text in one] == one
     others = [text.removesuffix(" two") for text in texts if text not in one]
     assert others == small.texts[: len(others)] and 6 < len(others) < 60
-    assert documents(mixture(**{a: 7, b: 3}))[0] == texts
+    whole, _ = documents(mixture(**{a: 7, b: 3}), mixture_end="all")
+    assert whole[: len(texts)] == texts and len(whole) == 60 + 83
+    empty = str(write_texts(tmp_path / "empty.jsonl", []))
+    assert documents(mixture(**{empty: 1, a: 1}), mixture_end="all")[0] == one
 
 
 class Crash(BaseException):
@@ -433,7 +461,9 @@ def crash(*args):
     raise Crash
 
 
-@pytest.mark.parametrize("split", ["--train_rows=30 --val_rows=0 --val_share=0.3", ""])
+@pytest.mark.parametrize(
+    "split", ["--train_rows=30 --val_rows=0 --val_share=0.3", "--mixture_end=all"]
+)
 def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch):
     a = str(write_texts(tmp_path / "a.jsonl", small.texts[:9]))
     b = str(write_texts(tmp_path / "b.jsonl", small.texts[::-1][:9]))
@@ -466,6 +496,31 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
             small.prepare(folder, flags)
             assert files_of(folder) == files_of(tmp_path / "rows"), n
     assert n > 15
+
+
+@pytest.mark.slow
+def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monkeypatch):
+    """One record cannot be read, and one document spells the EOS."""
+    source = tmp_path / "t.jsonl"
+    source.write_bytes(b"{\n" + small.source.read_bytes())
+    flags = f"--source={source} --val_rows=0 --val_share=0.3 --max_bad_records=1"
+    small.prepare(tmp_path / "rows", flags)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
+    cut_rows = prepare.cut_rows
+
+    def kill_one(*args, **keys):
+        cut_rows(*args, **keys)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    folder = tmp_path / "a"
+    monkeypatch.setattr(prepare, "cut_rows", kill_one)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
+        small.prepare(folder, f"{flags} --workers=1")
+    monkeypatch.setattr(prepare, "cut_rows", cut_rows)
+    assert not (folder / "train.json").exists()
+    small.prepare(folder, f"{flags} --workers=2")
+    assert files_of(folder) == files_of(tmp_path / "rows")
 
 
 def test_rows_are_flushed_before_the_state_that_counts_them(small, tmp_path, monkeypatch):
@@ -525,7 +580,7 @@ def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monke
     message = r"t.jsonl, record 62: .*KeyError: 'text'.*set max_bad_records above 2"
     with refusal(message):
         small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=2")
-    assert 20 < read_json(tmp_path / "a/prepare.state")["records"] < 62
+    assert 20 < n_records(tmp_path / "a") < 62
     small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=3")  # resumes
     assert files_of(tmp_path / "a")["train.bin"] == files_of(small.rows)["train.bin"]
     skipped = "".join(manifest(tmp_path / "a", "train")["skipped"])

@@ -7,7 +7,6 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
-import contextlib
 import faulthandler
 import inspect
 import os
@@ -240,8 +239,6 @@ def check_students(cfg):
         if cfg.methods.count(name) > 1:
             raise UserError(f"methods: duplicate {name!r}; set labels, like alra@a,alra@b")
     for name, settings in cfg.hyper.items():
-        if not all(isinstance(key, str) for key in (name, *settings)):
-            raise UserError(f"hyper[{name!r}]={settings!r}: expected names of settings")
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
 
@@ -300,12 +297,10 @@ def load(argv, epilog=tuple) -> Config:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     cfg = read_config(argv)
-    from losses import resolve, settings  # imports torch
+    from losses import resolve  # imports torch
 
     for name in (*cfg.methods, *cfg.hyper):
-        overrides = cfg.overrides_of(name)
-        if not overrides.keys() <= settings(name).keys():
-            resolve(name, **overrides)  # raises `UserError`
+        resolve(name, **cfg.overrides_of(name))  # raises `UserError`
     trained = trained_methods(cfg)
     return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
 
@@ -480,8 +475,6 @@ def guard(main) -> int:
     """
     faulthandler.enable(2)  # a library's crash, like NCCL's, prints where it was
     faulthandler.register(signal.SIGQUIT, 2)  # Ctrl-\ prints where every thread is
-    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         with naming_files():
             code = main() or 0
@@ -494,8 +487,6 @@ def guard(main) -> int:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            with contextlib.suppress(OSError):
-                note(f"stopped: {error}")
             return TRY_AGAIN
         if not isinstance(error, UserError):
             traceback.print_exc()

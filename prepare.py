@@ -50,7 +50,7 @@ from lib.documents import open_source, read_document
 from lib.errors import UserError, note
 from lib.files import flush, for_json, locked, read_json, text_hash, write_json, writing
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
-from lib.rows import PAD, open_rows, quick_hash, read_ahead
+from lib.rows import PAD, open_rows, quick_hash, read_ahead, read_manifest
 from lib.stats import half_interval
 from lib.tokens import leading_bos, loss_of, token_bytes
 
@@ -71,8 +71,16 @@ RECIPE_KEYS = (
 
 
 def main(argv) -> int:
-    prepare(configure.load(argv))
-    print(f"next: python train.py {shlex.join(argv)}")
+    cfg = configure.load(argv)
+    prepare(cfg)
+    words = [*argv]
+    given = " ".join(argv)
+    if "--data_dir" in given and "--out_dir" not in given:  # a folder of rows has its own run
+        words.append(f"--out_dir=out/{Path(cfg.data_dir).name}")
+    n_rows = read_manifest(cfg.data_dir, "train")["rows"]
+    if cfg.max_steps * cfg.batch_rows > n_rows and not cfg.repeat_rows:
+        words.append("--repeat_rows=True")
+    print(f"next: python train.py {shlex.join(words)}")
     return 0
 
 
@@ -86,7 +94,9 @@ def prepare(cfg):
         raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
     if not (cfg.val_rows or cfg.val_share):
         raise UserError("val_rows=0 with val_share=0: training needs held-out rows; set either")
-    tokenizer, tokenizer_name, bos = open_tokenizer(cfg)
+    name = cfg.tokenizer_name()
+    tokenizer = load_tokenizer(name)
+    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     source, facts = open_source(cfg)
     eos = tokenizer.eos_token_id
     recipe = {  # everything that determines the rows
@@ -95,7 +105,7 @@ def prepare(cfg):
         "row_len": cfg.seq_len + 1,
         "rule_version": RULE_VERSION,
         "held_out_version": HELD_OUT_VERSION,
-        "tokenizer": tokenizer_name,
+        "tokenizer": pinned(name),
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": max(tokenizer.get_vocab().values()) + 1,
         "bos": None if bos == eos else bos,
@@ -160,17 +170,6 @@ def write_rows(cfg, source, tokenizer, state):
 
 
 # --- Documents to ids
-
-
-def open_tokenizer(cfg):
-    """Return the tokenizer, its name (for a hub id, with its commit), and its BOS, if it has one.
-
-    With `bos=none` there is no BOS.
-    """
-    name = cfg.tokenizer_name()
-    tokenizer = load_tokenizer(name)
-    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
-    return tokenizer, pinned(name), bos
 
 
 def read_batches(source, first, n_documents):
@@ -494,18 +493,17 @@ def finish(folder, state):
                 os.replace(work, folder / f"{split}.bin")
     facts, counts, n_eos = measure(folder / "train.bin", recipe)
     write_manifest(folder, "train", state, facts)
-    if "val" in n_rows:
-        facts, _, _ = measure(folder / "val.bin", recipe)
-        facts |= measure_unigram(folder / "val.bin", recipe, counts)
-        if recipe["val_rows"] and not recipe["train_rows"]:
-            # the number of documents that end in the training rows before each held-out row, which
-            # tells whether two of these rows are of one document
-            n_ended = np.cumsum(np.insert(n_eos, 0, 0))
-            facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
-            print("training rows come from the held-out documents too, so held-out CEs will be low")
-        elif recipe["val_share"] and (state["records"] < 100 or facts["rows"] < 20):
-            print(f"few documents: with another data_dir, {hold_out} holds out rows of all of them")
-        write_manifest(folder, "val", state, facts)
+    facts, _, _ = measure(folder / "val.bin", recipe)
+    facts |= measure_unigram(folder / "val.bin", recipe, counts)
+    if recipe["val_rows"] and not recipe["train_rows"]:
+        # the number of documents that end in the training rows before each held-out row, which
+        # tells whether two of these rows are of one document
+        n_ended = np.cumsum(np.insert(n_eos, 0, 0))
+        facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
+        print("training rows come from the held-out documents too, so held-out CEs will be low")
+    elif recipe["val_share"] and (state["records"] < 100 or facts["rows"] < 20):
+        print(f"few documents: with another data_dir, {hold_out} holds out rows of all of them")
+    write_manifest(folder, "val", state, facts)
     remove_work(folder)
 
 

@@ -4,10 +4,9 @@
 #   python prepare.py config/large.py     5.2B tokens
 #   torchrun --nproc_per_node=8 train.py config/large.py
 #
-# The teacher's hidden states can be computed ahead, by run/teacher_cache.py under the same
-# torchrun, for runs with --teacher_cache=True. Hidden states take 10 KB a token, 54 TB for all
-# rows. Such runs load only the head, 1.6e9 of the teacher's 65e9 bytes, and read 1,000 MB/s at
-# 100,000 tokens/s.
+# With --teacher_cache=True the first run stores the teacher's hidden states: 10 KB a token, 54 TB
+# for all rows. Later runs load only the head, 1.6e9 of the teacher's 65e9 bytes, and read 1,000
+# MB/s at 100,000 tokens/s.
 #
 # We have not run this.
 

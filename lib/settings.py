@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from lib.errors import UserError
 
 # Annotated[type, the range in words, whether a value is in it]
-PositiveInt = Annotated[int, "1 or more, below 2**53", lambda x: 1 <= x < 2**53]
-NonNegativeInt = Annotated[int, "0 or more, below 2**53", lambda x: 0 <= x < 2**53]
+PositiveInt = Annotated[int, "1 or more", lambda x: x >= 1]
+NonNegativeInt = Annotated[int, "0 or more", lambda x: x >= 0]
 Positive = Annotated[float, "more than 0", lambda x: 0 < x < math.inf]
 NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
 UnitInterval = Annotated[float, "0 to 1", lambda x: 0 <= x <= 1]
@@ -42,7 +42,7 @@ def checked(name, value: object, kind) -> object:
             value = tuple(value)
         words = "names"
     else:
-        if kind is float and type(value) is int and abs(value) < 2**53:
+        if kind is float and type(value) is int:
             value = float(value)
         fits = type(value) in (typing.get_args(kind) or [kind])  # str | list has two types
         words = f"{getattr(kind, '__name__', kind)} {words}".strip()

@@ -29,14 +29,12 @@ WRAPPED = ("__wrapped__", "__func__", "fget", "func")
 
 def own_file(value: object) -> str | None:
     """Return the file of a module, function or class, or None if it is not the project's own."""
-    file = getattr(value, "__file__", None)
-    if isinstance(value, types.FunctionType):
-        file = value.__code__.co_filename
-    elif isinstance(value, type):
-        file = getattr(sys.modules.get(value.__module__), "__file__", None)
-    if not isinstance(file, str) or any(part in file for part in INSTALLED):
+    try:
+        file = inspect.getsourcefile(value)
+    except (TypeError, OSError):  # what is built in
         return None
-    return os.path.realpath(file) if file.endswith(".py") else None
+    is_own = file and not any(part in file for part in INSTALLED)
+    return os.path.realpath(file) if is_own else None
 
 
 def loaded_sources() -> dict[str, str]:

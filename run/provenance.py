@@ -13,19 +13,16 @@ import hashlib
 import json
 import math
 import os
-import re
-import typing
 from pathlib import Path
 
 import numpy as np
 
 from configure import KINDS, Config
-from lib.errors import UserError
 from lib.files import text_hash
 from lib.hf import find_folder, weight_files
 from lib.rows import read_manifest, row_order
 from lib.source import reached
-from losses import cross_entropy, default_settings, position_weight, resolve, settings
+from losses import cross_entropy, default_settings, position_weight, resolve
 from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
@@ -51,8 +48,7 @@ def made_by(cfg, name) -> dict:
     val = read_manifest(cfg.data_dir, "val")
     # of the settings given to a student, `lr` alone is not among the method's
     hyper = default_settings(method.fn, method.term) | cfg.settings_of(name) | method.hyper
-    kinds = settings(name)
-    hyper = {key: by_content(value, kinds.get(key)) for key, value in hyper.items()}
+    hyper = {key: by_content(value) for key, value in hyper.items()}
     moving = {}  # hashes of the values over the whole schedule
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
@@ -62,7 +58,8 @@ def made_by(cfg, name) -> dict:
         **settings_of_run(cfg),
         "hyper": hyper | {"w_kd": method.w_kd, "w_ce": method.w_ce},
         "moving": moving,
-        "source": objective_source(name),
+        # hashes of all own code that the loss reaches, by name
+        "source": reached(method.fn, method.term, cross_entropy, position_weight),
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
@@ -76,33 +73,16 @@ def made_by(cfg, name) -> dict:
 
 
 def settings_of_run(cfg) -> dict:
-    """Return the config keys that identify a student. A file or folder counts by its content."""
+    """Return the config keys that identify a student. A file that one names counts by content."""
     keys = KINDS.keys() - FREE.split()
-    return {key: by_content(value, KINDS[key]) for key, value in vars(cfg).items() if key in keys}
+    return {key: by_content(value) for key, value in vars(cfg).items() if key in keys}
 
 
-def by_content(value, kind) -> object:
-    """Return a setting with the content of files and folders that it names in place of their names.
-
-    They may be several, "a,b" or a list.
-    """
-    if isinstance(value, list | tuple):
-        return [by_content(x, str) for x in value]
-    if not isinstance(value, str) or str not in (kind, *typing.get_args(kind)):
-        return value
-    parts = []
-    for part in value.split(","):
-        is_path = re.search("[/.]", part) and os.path.exists(part)  # a bare word is none
-        parts.append(path_hash(Path(part)) if is_path else part)
-    return ",".join(parts)
-
-
-def path_hash(path) -> str:
-    """Return a hash of a file, or of the names and content of all files in a folder."""
-    if path.is_file():
-        return file_hash(path)
-    files = sorted(filter(Path.is_file, path.rglob("*")))
-    return record_hash([[f"{file.relative_to(path)}", file_hash(file)] for file in files])
+def by_content(value) -> object:
+    """Return a setting, or the hash of the file that it names."""
+    if isinstance(value, str) and os.path.isfile(value):
+        return file_hash(Path(value))
+    return value
 
 
 @functools.cache
@@ -113,16 +93,6 @@ def order_hash(cfg, n_rows: int) -> str:
     steps = np.linspace(0, end - 1, min(end, 2000)).astype(int).tolist()
     rows = [row_order(step, cfg.batch_rows, n_rows, seed) for step in steps]
     return hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest()
-
-
-def objective_source(name) -> dict[str, str]:
-    """Return the hashes of all own code that a method's loss reaches, by name."""
-    method = resolve(name)
-    fn = getattr(method.fn, "func", method.fn)  # of a `partial`, whose arguments are settings
-    source = reached(fn, method.term, cross_entropy, position_weight)
-    if f"{fn.__module__}.{fn.__qualname__}" not in source:
-        raise UserError(f"{name}: its objective is in no file; define it in losses.py")
-    return source
 
 
 def as_in_file(record: dict) -> dict:

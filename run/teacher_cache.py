@@ -1,7 +1,5 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-    python -m run.teacher_cache config/demo.py     fill it ahead of runs with teacher_cache=True
-
 DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
                                     followed by a uint64 for each row; ROWS is a hash of teacher,
@@ -22,11 +20,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import configure
-
-if __name__ == "__main__":
-    configure.check_flags()
-
 import numpy as np
 import safetensors.torch
 import torch
@@ -35,14 +28,13 @@ from tqdm import tqdm
 
 from configure import TRY_AGAIN
 from lib import parallel
-from lib.device import gib, pick_device
+from lib.device import gib
 from lib.errors import UserError
 from lib.files import atomic_write, flush, writing
 from lib.head import OutputHead, weight_of
 from lib.rows import Rows, row_order
 from run.log import say
 from run.provenance import content_hash, record_hash
-from run.startup import check_config, checked_tokenizer, open_data, open_teacher
 from run.teacher import Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
@@ -213,29 +205,7 @@ def checksum_of(head: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy())
 
 
-def fill_cache(cfg):
-    """Compute and store hidden states of a run's training rows, and of all held-out rows."""
-    device = pick_device(cfg.device)
-    cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
-    parallel.start(device, cfg.timeout_minutes)
-    check_config(cfg)
-    rows = open_data(cfg, "train")
-    val = open_data(cfg, "val")
-    checked_tokenizer(cfg, rows, val)
-    open_teacher(cfg, rows, val)
-    parallel.stop()
-
-
 def progress(*args, **kwargs) -> tqdm:
     """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
     seconds = 0.1 if sys.stderr.isatty() else 30
     return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
-
-
-def main(argv) -> int:
-    fill_cache(configure.load(argv))
-    return 0
-
-
-if __name__ == "__main__":
-    configure.run(main)

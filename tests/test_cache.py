@@ -11,7 +11,6 @@ import torch
 
 import configure
 import eval as ev
-import prepare
 import train
 from lib import parallel
 from lib.errors import UserError
@@ -30,7 +29,6 @@ from tests.world import (
     start,
     untimed,
     write_rows,
-    write_text,
 )
 
 FLAGS = "--methods=vanilla_kd,alra --shuffle=True --histogram_every_steps=2"
@@ -116,6 +114,11 @@ def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
         train.distil(config(world, out, f"{two} --data_dir={tmp_path}/b,{tmp_path}/a"))
 
 
+def fill(cfg):
+    """Store what a run reads, as training does before its first update."""
+    startup.open_teacher(cfg, *(startup.open_data(cfg, part) for part in ("train", "val")))
+
+
 def states_of(cfg, load=True):
     """The hidden states of seven rows of each file, and the head.
 
@@ -192,10 +195,10 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     cfg = config(world, "unused", CACHED)  # 24 rows, and 7 held-out ones
     forward.limit = 5
     with pytest.raises(AssertionError):
-        teacher_cache.fill_cache(cfg)
+        fill(cfg)
     forward.limit = 99
-    teacher_cache.fill_cache(cfg)
-    teacher_cache.fill_cache(cfg)
+    fill(cfg)
+    fill(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
 
 
@@ -203,11 +206,10 @@ def fill_as(rank, port, argvs):
     """Be process `rank` of two that fill, one after the other, what each of `argvs` reads."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    stop = parallel.stop
-    parallel.stop = lambda: None  # the port serves one start
+    parallel.start(CPU)
     for argv in argvs:
-        teacher_cache.main(argv)
-    stop()
+        fill(configure.load(argv))
+    parallel.stop()
 
 
 @pytest.mark.slow
@@ -221,7 +223,7 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
     port = free_port()
     output = tmp_path / "output"
     processes = [start(fill_as, rank, port, argvs, out=output) for rank in range(2)]
-    teacher_cache.fill_cache(config(world, "unused", text))
+    fill(config(world, "unused", text))
     for process in processes:
         process.join(120)
         process.kill()  # or it would wait on
@@ -235,25 +237,10 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
             assert np.memmap(file, np.uint64)[-7:].all()
 
 
-def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
-    make,  # noqa: F811
-    tmp_path,
-    forward,
-):
-    text = (
-        f"--source={write_text(tmp_path / 'text.jsonl')} --val_share=0 --val_rows=5 "
-        "--n_documents=none --train_rows=none --student=16x1x2 --methods=tad --max_steps=2 "
-        "--teacher_cache=True"
-    )
+def test_another_teacher_has_files_of_its_own(make, world):  # noqa: F811
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
-        argv = flags(tmp_path, tmp_path / str(n_files), text, teacher=make(*kind))
-        assert prepare.main(argv) == 0
-        assert teacher_cache.main(argv) == 0
-        assert sum(forward.rows) == 8 + 5
-        assert len([*tmp_path.glob("data/teacher_*")]) == n_files
-        forward.rows.clear()
-        assert train.distil(configure.load(argv)) == 0
-        assert not forward.rows
+        fill(config(world, "unused", CACHED, teacher=make(*kind)))
+        assert len([*world.glob("data/teacher_*")]) == n_files
 
 
 def test_hidden_states_are_on_the_disk_before_their_checksums(tmp_path, monkeypatch):

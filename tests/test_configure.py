@@ -14,7 +14,6 @@ import configure
 import train
 from configure import Config, UserError, load
 from losses import METHODS, default_settings
-from run import exits
 from tests.world import ROOT, read_table, refusal
 
 
@@ -142,7 +141,6 @@ def start(arguments, **keys):
 MISTYPED = """
 train.py --lrr=1 => UserError: --lrr=1: no such key 'lrr', did you mean lr? --help
 prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9 => UserError: warmup_
--m run.teacher_cache --lrr=1 => UserError: --lrr=1: no such key
 eval.py x --tasks=foo => UserError: --tasks: no ['foo'] in
 tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected float 0 or more
 tools/plot.py x --outt=y => usage: plot.py
@@ -166,10 +164,10 @@ def test_a_mistyped_command_ends_before_torch_is_imported(arguments, message, tm
     assert code == 2 or ended.stderr.count("\n") == 1
 
 
-def test_a_script_whose_output_nobody_reads_ends_in_one_line():
+def test_a_script_whose_output_nobody_reads_ends_without_a_word():
     code = "import configure; configure.run(lambda _: [print(i) for i in range(99999)])"
     ended = start(f"-c '{code}' | head -1")
-    assert (ended.stdout, ended.stderr) == ("0\n", "stopped: [Errno 32] Broken pipe\n")
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
 
 
 # appendices B, C.1 and E.1 of the paper; the commits are ours
@@ -207,30 +205,16 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
 
 
 def test_a_config_file_may_have_helpers_and_numbers_of_numpy(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
+    text = (
         "import os, numpy as np\nfrom pathlib import Path\ndef f(x): return x\nlr = np.float32(1)\n"
         "seed = f(np.int64(3))\nhyper = {'alra': {'d_max': np.int64(9)}}\nshuffle = np.bool_(True)"
     )
-    cfg = load([str(file)])
-    assert json.loads(json.dumps([cfg.lr, cfg.seed, cfg.hyper, cfg.shuffle])) == [
-        1.0,
-        3,
-        {"alra": {"d_max": 9}},
-        True,
-    ]
+    cfg = load([write(tmp_path, text)])
+    values = json.dumps([cfg.lr, cfg.seed, cfg.hyper, cfg.shuffle])
+    assert values == '[1.0, 3, {"alra": {"d_max": 9}}, true]'
     for text, message in (
         ("for i in range(3): pass", "no such key 'i'.* a helper's name begins with _; --help"),
         ("lr = max", "lr=.*: expected float"),
     ):
-        file.write_text(text)
-        with pytest.raises(UserError, match=message):
-            load([str(file)])
-
-
-def test_where_neither_output_nor_errors_are_read_the_same_command_resumes(monkeypatch):
-    unread = mock.Mock(side_effect=BrokenPipeError)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, mock.Mock(write=unread))
-    assert configure.guard(unread) == exits.code_of(BrokenPipeError()) == 75
-    sys.stdout.close()  # of the null device
+        with refusal(message):
+            load([write(tmp_path, text)])

@@ -302,6 +302,17 @@ def test_files_hold_the_stream_and_the_manifest_counts_it(small):
     assert (train["eos_id"], train["row_len"]) == (eos, 31)
 
 
+def test_the_last_line_is_a_command_that_trains_on_these_rows(small, tmp_path, printed):
+    more = "--batch_rows=1 --max_steps=9 --schedule_steps=10000"
+    for flags, added in (
+        (f"{more} --max_steps=10000", " --out_dir=out/mine --repeat_rows=True"),
+        (f"{more} --out_dir=out/try", ""),
+    ):
+        small.prepare(tmp_path / "mine", flags)
+        argv = " ".join(small.flags(tmp_path / "mine", flags))
+        assert printed().splitlines()[-1] == f"next: python train.py {argv}{added}"
+
+
 def test_unigram_ce_is_that_of_the_training_rows_frequencies(small):
     val = manifest(small.rows, "val")
     targets = joined(row[1:] for row in stored(small.rows / "train.bin"))

@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
 from lib.errors import UserError, note
@@ -33,12 +32,6 @@ def start(device, timeout_minutes: float = 30.0):
         device_id = device
     n_processes = int(os.environ.get("WORLD_SIZE", 1))
     if n_processes > 1 and not dist.is_initialized():
-        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-        if missing:
-            raise UserError(
-                f"WORLD_SIZE={n_processes} without {', '.join(sorted(missing))}: start with "
-                "torchrun, or unset WORLD_SIZE"
-            )
         if os.environ.get("LOCAL_RANK", "0") == "0":
             note(f"waiting for {n_processes} processes (WORLD_SIZE)")
         timeout = timedelta(minutes=timeout_minutes)
@@ -117,18 +110,8 @@ def check_agreement(**facts):
 
 
 def sum_gradients(parameters: Iterable[Tensor]):
-    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights.
-
-    Small ones are sent as one tensor, as each message takes time.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-    small = [grad for grad in grads if grad.numel() < 1 << 20]
-    large = [grad for grad in grads if grad.numel() >= 1 << 20]
-    if not small:
-        return sum_in_place(large)
-    together = parameters_to_vector(small)
-    sum_in_place([together, *large])
-    vector_to_parameters(together, small)
+    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights."""
+    sum_in_place(p.grad for p in parameters if p.grad is not None and not is_sharded(p))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -149,9 +132,6 @@ def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     n_copies = world() // n
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (n_copies, n), mesh_dim_names=names)
-    limit = dist.group.WORLD._get_backend(device).options._timeout
-    for group in mesh.get_all_groups():  # torch gives them its own
-        dist.distributed_c10d._set_pg_timeout(limit, group)
     if n_copies == 1:
         mesh = mesh["shard"]
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -172,11 +152,6 @@ def is_sharded(x: Tensor | nn.Module) -> bool:
     Tells by their methods, since importing the classes takes half a second.
     """
     return hasattr(x, "to_local") or hasattr(x, "unshard")
-
-
-def local(t: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds: all of it unless it is sharded."""
-    return t.to_local() if is_sharded(t) else t
 
 
 def full_tensor(t: Tensor) -> Tensor:

@@ -31,9 +31,6 @@ LOGGED = (
     "time",
 )
 
-# what is printed with the name and unit that it has in tables
-PRINTED = {"val_agree": "top-1 agreement {:.2%}"}
-
 
 def say(text):
     """Print on the first process, above the progress bar."""
@@ -51,7 +48,7 @@ def say(text):
 def say_values(label: str, values):
     """Print a line for each student."""
     for name, terms in values.items():
-        cells = [PRINTED.get(key, f"{key} {{:.4f}}").format(x) for key, x in terms.items()]
+        cells = [f"{key} {x:.4f}" for key, x in terms.items()]
         say(f"{label}  |  {name}  {'  '.join(cells)}")
 
 
@@ -125,28 +122,7 @@ def log_validation(live, validated, val, run):
     if run.step <= run.first_step + run.cfg.val_every_steps:
         say_reference_ces(first | references)
     for s in live:
-        figures = validated[s.name]
-        add_entry(s, {"step": run.step} | figures | references)
-        ce = figures["val_ce"]
-        uniform = references["val_uniform_ce"]
-        if not ce < uniform:
-            say(
-                f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
-                "that of a uniform guess; if it was lower before, try a smaller lr"
-            )
-        if run.step == run.cfg.max_steps:
-            say(verdict(s.name, figures | references))
-
-
-def verdict(name, values) -> str:
-    """Return where a student stands between the CEs of token frequencies and of its teacher."""
-    ce = values["val_ce"]
-    below = values.get("val_unigram_ce", values["val_uniform_ce"]) - ce
-    side = "below" if below > 0 else "above"
-    text = f"{name}: held-out CE {ce:.2f}, {abs(below):.2f} {side} the unigram CE"
-    if "val_teacher_ce" in values:
-        text += f" and {ce - values['val_teacher_ce']:.2f} above the teacher's"
-    return text + (": it learns" if below > 0.25 else ": train longer (docs/learning.md)")
+        add_entry(s, {"step": run.step} | validated[s.name] | references)
 
 
 def say_reference_ces(values: dict[str, float]):

@@ -18,7 +18,6 @@ from run.log import say
 from run.methods import compute_dtype, needs_teacher
 from run.objective_trial import check_settings
 from run.provenance import made_by, student_shape
-from run.students import n_validated
 from run.teacher import (
     Teacher,
     check_context,
@@ -137,7 +136,6 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
         # which may lack a token, unlike a teacher
         check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
     check_number_of_rows(cfg, rows)
-    say_precision(cfg, val)
     return tokenizer
 
 
@@ -160,35 +158,16 @@ def check_rows(folder, rows, val, name, tokenizer):
 def check_number_of_rows(cfg, rows):
     needed = (cfg.max_steps - rows.first_row_step) * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
-        remedy = "set --repeat_rows=True, or prepare more rows"
         n_steps = rows.first_row_step + rows.n // cfg.batch_rows
-        if n_steps:
-            shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
-            if cfg.warmup_steps > n_steps // 2:
-                shorter += f" --warmup_steps={n_steps // 10}"
-            remedy = f"set {shorter}, or {remedy}"
         raise UserError(
-            f"max_steps={cfg.max_steps}: needs {needed:,} rows, "
-            f"{cfg.data_dir} has {rows.n:,}; {remedy}"
+            f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; set "
+            f"--max_steps={n_steps} --schedule_steps={n_steps}, or set --repeat_rows=True, or "
+            "prepare more rows"
         )
     say(
         f"{cfg.data_dir}: {needed // cfg.batch_rows:,} updates of {cfg.batch_rows} rows are "
         f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     )
-
-
-def say_precision(cfg, val):
-    """Warn if there are too few held-out rows to tell close methods apart."""
-    n_rows = n_validated(val, cfg)
-    # half of a 95 % interval; the manifest's is over all held-out rows
-    half = val.manifest.get("unigram_half", 0)
-    if half is None:
-        say(f"{n_rows:,} held-out rows are too few to tell methods apart")
-    elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
-        say(
-            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
-            "too few to tell close methods apart"
-        )
 
 
 def run_facts(cfg, rows) -> dict:

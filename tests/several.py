@@ -4,8 +4,7 @@ main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
 a signal in the second update; where it ends in "..", process 1 reads other tensors. Process 1
-prints how many numbers of teacher and students it holds, the exit codes of runs that fail, and how
-long its groups wait.
+prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
 import multiprocessing
@@ -14,7 +13,6 @@ import socket
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of them)
 
 import configure
@@ -34,11 +32,17 @@ def update_or_signal(students, teacher, stream, step, cfg):
     return update(students, teacher, stream, step, cfg)
 
 
+def n_held(model) -> int:
+    """Return how many of a model's weights this process holds."""
+    parts = [p.to_local() if parallel.is_sharded(p) else p for p in model.parameters()]
+    return sum(p.numel() for p in parts)
+
+
 def count_and_loop(run, rows, val, teacher, students):
     for part in (teacher, *students):
         n = 0
         if hasattr(part, "model"):  # unless its hidden states are stored
-            n = sum(parallel.local(p).numel() for p in part.model.parameters())
+            n = n_held(part.model)
         if parallel.rank() == 1:
             print(f"process 1: {n} of {type(part).__name__} in {Path(run.cfg.out_dir).name}")
     loop(run, rows, val, teacher, students)
@@ -47,8 +51,7 @@ def count_and_loop(run, rows, val, teacher, students):
 def work(runs):
     stop = parallel.stop
     parallel.stop = lambda: None  # the same processes serve every run
-    cpu = torch.device("cpu")
-    parallel.start(cpu, 7)
+    parallel.start(torch.device("cpu"))
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
@@ -58,10 +61,6 @@ def work(runs):
         codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
-    groups = dist.distributed_c10d._world.pg_map
-    seconds = {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
-    if parallel.rank() == 1:
-        print(f"process 1: its {len(groups)} groups wait for {seconds} s")
     stop()
 
 

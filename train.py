@@ -262,8 +262,6 @@ def loop(run, rows, val, teacher, live):
             log_validation(live, validate(live, teacher, val, cfg), val, run)
         if live and run.save:
             save_checkpoints(live, run)
-        if run.step == run.first_step + 1:
-            run.began = time.perf_counter()  # for the ETA: the first update may compile
         bar.update()
     bar.close()
     parallel.on_first(finish_saving, run)

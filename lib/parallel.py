@@ -24,18 +24,15 @@ def start(device, timeout_minutes: float = 30.0):
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
-    backend = "gloo"
-    device_id = None
+    options = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
-        backend = "nccl"
-        device_id = device
+        options = {"backend": "nccl", "device_id": device}
     n_processes = int(os.environ.get("WORLD_SIZE", 1))
     if n_processes > 1 and not dist.is_initialized():
         if os.environ.get("LOCAL_RANK", "0") == "0":
             note(f"waiting for {n_processes} processes (WORLD_SIZE)")
-        timeout = timedelta(minutes=timeout_minutes)
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(timeout=timedelta(minutes=timeout_minutes), **options)
 
 
 def stop():

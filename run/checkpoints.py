@@ -172,9 +172,9 @@ def check_same_run(name, checkpoint, state, run):
         # config keys come first; of hashes the beginning is enough
         phrases = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1", "; ".join(changes.values()))
         raise UserError(
-            f"{checkpoint}: contains a different run ({name}: {textwrap.shorten(phrases, 200)}); "
-            "choose another out_dir; there --resume_from=CHECKPOINT continues this run, and "
-            "--student_weights=CHECKPOINT starts anew from its weights"
+            f"{checkpoint}: contains a different run ({name}: {textwrap.shorten(phrases, 150)}); "
+            "choose another out_dir; --resume_from=CHECKPOINT goes on there, "
+            "--student_weights=CHECKPOINT starts anew"
         )
 
 

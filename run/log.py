@@ -62,11 +62,10 @@ def log_terms(live, teacher, rate: float, run):
     cfg = run.cfg
     device = torch.device(cfg.device)
     now = time.perf_counter()
-    n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
-    sec_left = (now - run.began) / n_timed * (cfg.max_steps - run.step)
     # of everything since the last entry: updates, validations, checkpoints
-    n_rows = (run.step - run.logged_step) * cfg.batch_rows
-    tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
+    sec_per_step = (now - run.logged_at) / (run.step - run.logged_step)
+    sec_left = sec_per_step * (cfg.max_steps - run.step)
+    tok_per_sec = cfg.batch_rows * cfg.seq_len / sec_per_step
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
     if teacher and not teacher.is_stored and teacher.device == device:
         flops += teacher_flops(cfg.teacher, cfg.seq_len)

@@ -3,8 +3,9 @@
 main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
-a signal in the second update; where it ends in "..", process 1 reads other tensors. Process 1
-prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
+a signal in the second update; where it ends in "..", process 1 reads other tensors; where it ends
+in "foreign", process 1 cannot read the teacher. Process 1 prints how many numbers of teacher and
+students it holds, and the exit codes of runs that fail.
 """
 
 import multiprocessing
@@ -18,7 +19,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of 
 import configure
 import train
 from lib import parallel
-from run import checkpoints, exits, provenance
+from run import checkpoints, exits, provenance, transformers_models
 from tests import world
 
 FORKS = multiprocessing.get_context("fork")
@@ -56,6 +57,8 @@ def work(runs):
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
             checkpoints.file_hash = lambda file: "other"
+        if cfg.out_dir.endswith("foreign") and parallel.rank() == 1:
+            transformers_models.read_foreign = None
         code = configure.guard(lambda cfg=cfg: train.distil(cfg))
         checkpoints.file_hash = provenance.file_hash
         codes = parallel.all_gather(code)

@@ -37,7 +37,6 @@ from lib.rows import read_ahead, row_order
 from lib.vocab import IGNORE
 from run import exits, startup
 from run.checkpoints import (
-    check_methods,
     finish_saving,
     read_folder,
     resume,
@@ -366,7 +365,6 @@ def distil(cfg) -> int:
     with contextlib.ExitStack() as stack:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
         stack.callback(wait_for_writer)  # whatever ends the run, and before the lock is released
-        parallel.on_first(check_methods, cfg)  # before anything is written there
         stack.enter_context(exits.reported(cfg))
         startup.check_config(cfg)
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update
@@ -387,8 +385,7 @@ def train_students(cfg) -> int:
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows))
     found = parallel.on_first(read_folder, run)
-    learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
-    rate = learning_rate(cfg.max_steps - 1, cfg)
+    rate = learning_rate(cfg.max_steps - 1, cfg)  # refuses an unknown schedule
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         say(
             f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lib.errors import UserError, note
+from lib.errors import UserError
 
 # ----------------------------------------------------------------------------------------------
 # processes
@@ -28,10 +28,7 @@ def start(device, timeout_minutes: float = 30.0):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
         options = {"backend": "nccl", "device_id": device}
-    n_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if n_processes > 1 and not dist.is_initialized():
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            note(f"waiting for {n_processes} processes (WORLD_SIZE)")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group(timeout=timedelta(minutes=timeout_minutes), **options)
 
 

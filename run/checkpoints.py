@@ -104,6 +104,7 @@ def read_folder(run):
     Raises `UserError` for a run of other students.
     """
     cfg = run.cfg
+    check_methods(cfg)
     stops = {}
     live = {}
     for name in cfg.methods:
@@ -247,11 +248,10 @@ def say_summary(students, run):
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
-    dtype = str(first.dtype).removeprefix("torch.")
     n_params = sum(p.numel() for p in first.model.parameters())
     n_bytes = 12 * n_params * len(students)  # weights and two moments
     say(
-        f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, "
+        f"{run.facts['machine']}, processes: {parallel.world()}, {first.dtype}, "
         f"compile={cfg.compile}, micro_batch={cfg.micro_batch}"
     )
     say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")

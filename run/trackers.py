@@ -14,18 +14,17 @@ def services(s, run) -> dict[str, Callable]:
     """
     chosen = {}
     if run.cfg.tensorboard:
-        next_step = run.step + 1
-        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s, next_step))
+        chosen["TensorBoard"] = tensorboard
     if run.cfg.wandb_project:
-        chosen["Weights & Biases"] = functools.cache(lambda: wandb_run(s, run))
-    return chosen
+        chosen["Weights & Biases"] = wandb_run
+    return {name: functools.cache(lambda fn=fn: fn(s, run)) for name, fn in chosen.items()}
 
 
-def tensorboard(s, next_step) -> Callable:
+def tensorboard(s, run) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
     # an earlier start may have sent entries after the checkpoint that the run resumes from
-    writer = SummaryWriter(s.folder / "tensorboard", purge_step=next_step)
+    writer = SummaryWriter(s.folder / "tensorboard", purge_step=run.first_step + 1)
 
     def send(entry: dict):
         for key, value in entry.items():

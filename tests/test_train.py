@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -251,25 +250,6 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
         assert (vector - grouped[name]).norm() > 1e-3 * vector.norm(), name
         assert_near(chunks[name], grouped[name], 1e-5)
         assert not torch.equal(chunks[name], grouped[name])
-
-
-def test_rows_are_read_while_the_teacher_runs(tiny):
-    """By a thread, one micro-batch ahead."""
-    is_read = [threading.Event() for _ in range(5)]
-    is_read[4].set()
-
-    def batch(index, device):
-        n = index[0] // 2  # of this micro-batch
-        is_read[n].set()
-        return n, None, 2
-
-    def hidden(n, rows, index):
-        return [*index], is_read[n + 1].wait(60)
-
-    rows = types.SimpleNamespace(first_row_step=0, n=8, batch=batch)
-    teacher = types.SimpleNamespace(hidden=hidden)
-    stream = train.micro_batches(rows, teacher, range(2), config(tiny, UNUSED))
-    assert [*stream] == [(n, None, 2, ([2 * n, 2 * n + 1], True)) for n in range(4)]
 
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):

@@ -14,17 +14,18 @@ def services(s, run) -> dict[str, Callable]:
     """
     chosen = {}
     if run.cfg.tensorboard:
-        chosen["TensorBoard"] = tensorboard
+        next_step = run.step + 1
+        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s, next_step))
     if run.cfg.wandb_project:
-        chosen["Weights & Biases"] = wandb_run
-    return {name: functools.cache(lambda fn=fn: fn(s, run)) for name, fn in chosen.items()}
+        chosen["Weights & Biases"] = functools.cache(lambda: wandb_run(s, run))
+    return chosen
 
 
-def tensorboard(s, run) -> Callable:
+def tensorboard(s, next_step) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
     # an earlier start may have sent entries after the checkpoint that the run resumes from
-    writer = SummaryWriter(s.folder / "tensorboard", purge_step=run.first_step + 1)
+    writer = SummaryWriter(s.folder / "tensorboard", purge_step=next_step)
 
     def send(entry: dict):
         for key, value in entry.items():

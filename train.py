@@ -37,6 +37,7 @@ from lib.rows import read_ahead, row_order
 from lib.vocab import IGNORE
 from run import exits, startup
 from run.checkpoints import (
+    check_methods,
     finish_saving,
     read_folder,
     resume,
@@ -123,6 +124,10 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
+        if list(extras.parameters()):
+            raise UserError(
+                f"shard={cfg.shard}: {name} trains parameters beside the student's; set shard=1"
+            )
         parallel.shard(model, cfg.shard, torch.device(cfg.device), dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
@@ -249,7 +254,7 @@ def loop(run, rows, val, teacher, live):
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
-        run.count_update(n_valid, exits.must_stop(cfg.out_dir))
+        run.count_update(n_valid, exits.must_stop(live))
         for s in live:
             if s.stopped:
                 stop(s, run)
@@ -261,6 +266,8 @@ def loop(run, rows, val, teacher, live):
             log_validation(live, validate(live, teacher, val, cfg), val, run)
         if live and run.save:
             save_checkpoints(live, run)
+        if run.step == run.first_step + 1:
+            run.began = time.perf_counter()  # for the ETA: the first update may compile
         bar.update()
     bar.close()
     parallel.on_first(finish_saving, run)
@@ -365,6 +372,7 @@ def distil(cfg) -> int:
     with contextlib.ExitStack() as stack:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
         stack.callback(wait_for_writer)  # whatever ends the run, and before the lock is released
+        parallel.on_first(check_methods, cfg)  # before anything is written there
         stack.enter_context(exits.reported(cfg))
         startup.check_config(cfg)
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update

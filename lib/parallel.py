@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 
 # ----------------------------------------------------------------------------------------------
 # processes
@@ -24,12 +25,24 @@ def start(device, timeout_minutes: float = 30.0):
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
-    options = {"backend": "gloo"}
+    backend = "gloo"
+    device_id = None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
-        options = {"backend": "nccl", "device_id": device}
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(minutes=timeout_minutes), **options)
+        backend = "nccl"
+        device_id = device
+    n_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if n_processes > 1 and not dist.is_initialized():
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE={n_processes} without {', '.join(sorted(missing))}: start with "
+                "torchrun, or unset WORLD_SIZE"
+            )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            note(f"waiting for {n_processes} processes (WORLD_SIZE)")
+        timeout = timedelta(minutes=timeout_minutes)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
 
 def stop():
@@ -104,8 +117,18 @@ def check_agreement(**facts):
 
 
 def sum_gradients(parameters: Iterable[Tensor]):
-    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights."""
-    sum_in_place(p.grad for p in parameters if p.grad is not None and not is_sharded(p))
+    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights.
+
+    Small ones are sent as one tensor, as each message takes time.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    small = [grad for grad in grads if grad.numel() < 1 << 20]
+    large = [grad for grad in grads if grad.numel() >= 1 << 20]
+    if not small:
+        return sum_in_place(large)
+    together = parameters_to_vector(small)
+    sum_in_place([together, *large])
+    vector_to_parameters(together, small)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -126,6 +149,9 @@ def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     n_copies = world() // n
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (n_copies, n), mesh_dim_names=names)
+    limit = dist.group.WORLD._get_backend(device).options._timeout
+    for group in mesh.get_all_groups():  # torch gives them its own
+        dist.distributed_c10d._set_pg_timeout(limit, group)
     if n_copies == 1:
         mesh = mesh["shard"]
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

@@ -26,6 +26,7 @@ import math
 import platform
 import re
 import shlex
+import shutil
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ from lib.files import read_json, reading
 from lib.hf import checkpoints_in, find_folder, tensors_hash
 from lib.source import edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
+from run.exits import write_exit
 from run.log import say
 from run.provenance import file_hash, record_changes, student_changes
 from run.students import Student, student_facts
@@ -104,7 +106,6 @@ def read_folder(run):
     Raises `UserError` for a run of other students.
     """
     cfg = run.cfg
-    check_methods(cfg)
     stops = {}
     live = {}
     for name in cfg.methods:
@@ -130,16 +131,22 @@ def read_folder(run):
 
 
 def check_methods(cfg):
-    """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods."""
+    """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods.
+
+    An exit.json that is there stays as it is.
+    """
     file = Path(cfg.out_dir, "run.json")
-    if file.is_file():
-        facts = read_json(file, ["config"])
+    if not file.is_file():
+        return
+    with reading(file):
+        facts = read_json(file)
         methods = facts["config"]["methods"]
-        if "method" in facts or {*methods} != {*cfg.methods}:
-            kind = facts.get("method", ",".join(methods))
-            raise UserError(
-                f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir"
-            )
+    if "method" in facts or {*methods} != {*cfg.methods}:
+        kind = facts.get("method", ",".join(methods))
+        message = f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir"
+        if "method" not in facts:  # in a student's folder nothing is written
+            write_exit(cfg, 1, message)
+        raise UserError(message)
 
 
 def read_checkpoint(path) -> tuple[Path, dict]:
@@ -249,7 +256,11 @@ def say_summary(students, run):
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
     n_params = sum(p.numel() for p in first.model.parameters())
-    n_bytes = 12 * n_params * len(students)  # weights and two moments
+    # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
+    n_kept = cfg.keep_checkpoints + 1
+    if cfg.keep_every_steps:
+        n_kept += cfg.max_steps // cfg.keep_every_steps
+    n_bytes = len(students) * n_params * (12 * n_kept + 4)
     say(
         f"{run.facts['machine']}, processes: {parallel.world()}, {first.dtype}, "
         f"compile={cfg.compile}, micro_batch={cfg.micro_batch}"
@@ -258,8 +269,12 @@ def say_summary(students, run):
     say(f"{cfg.student}: {n_params:,} parameters, initial weights {first.init_sha256[:12]}")
     say(
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
-        f"checkpoints take some {gib(n_bytes)} each"
+        f"checkpoints and models take some {gib(n_bytes)} of disk"
     )
+    n_there = sum(file.stat().st_size for file in Path(cfg.out_dir).rglob("*"))
+    free = shutil.disk_usage(cfg.out_dir).free
+    if free + n_there < n_bytes:
+        say(f"warning: only {gib(free)} more are free there")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -277,12 +292,31 @@ def write_model(s, weights, run):
     folder = s.folder / "model"
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
-    s.scored.save_pretrained(folder, s.tokenizer, saved)
+    facts = student_facts(s, run)
+    with files.atomic_folder(folder) as new:
+        s.scored.save_pretrained(new, s.tokenizer, saved)
+        (new / "README.md").write_text(model_card(s, run, facts))
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
-    facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
+    facts["weights_sha256"] = tensors_hash(read)
     if "probe" in read_json(folder / "config.json"):
         say(f"{folder}: an edited student: model.py computes it, and transformers something else")
     files.write_json(s.folder / "run.json", facts)
+
+
+def model_card(s, run, facts) -> str:
+    """Return what is in a student's folder, in Markdown."""
+    log = files.read_lines(s.folder / "log.jsonl")
+    return f"""# {s.name}
+
+A language model, trained by logit distillation.
+
+- teacher: {facts["teacher_used"]}
+- method: {s.name} {facts["made_by"]["hyper"]}
+- rows: {run.step * run.cfg.batch_rows:,} of {run.cfg.data_dir}
+- tokens: {run.valid_tokens:,.0f}
+- held-out CE, nats/token: {[x["val_ce"] for x in log if "val_ce" in x][-1:]}
+- commit: {facts["git_commit"]}
+"""
 
 
 def save_checkpoints(live, run):

@@ -75,10 +75,12 @@ def reported(cfg):
             signal.signal(number, handler)
 
 
-def must_stop(out_dir) -> bool:
-    """Return whether a signal has arrived, or the run's folder is gone: nothing can be saved."""
-    if parallel.rank() == 0 and not os.path.isdir(out_dir):
-        RECEIVED.append(f"{out_dir} is gone")
+def must_stop(live) -> bool:
+    """Return whether a signal has arrived, or the folder of a run is gone: nothing can be saved."""
+    for s in live:
+        folder = s.folder / "checkpoints"
+        if parallel.rank() == 0 and not os.path.isdir(folder):
+            RECEIVED.append(f"{folder} is gone")
     return bool(RECEIVED)
 
 

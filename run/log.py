@@ -31,6 +31,9 @@ LOGGED = (
     "time",
 )
 
+# what is printed with the name and unit that it has in tables
+PRINTED = {"val_agree": "top-1 agreement {:.2%}"}
+
 
 def say(text):
     """Print on the first process, above the progress bar."""
@@ -48,7 +51,7 @@ def say(text):
 def say_values(label: str, values):
     """Print a line for each student."""
     for name, terms in values.items():
-        cells = [f"{key} {x:.4f}" for key, x in terms.items()]
+        cells = [PRINTED.get(key, f"{key} {{:.4f}}").format(x) for key, x in terms.items()]
         say(f"{label}  |  {name}  {'  '.join(cells)}")
 
 
@@ -62,10 +65,11 @@ def log_terms(live, teacher, rate: float, run):
     cfg = run.cfg
     device = torch.device(cfg.device)
     now = time.perf_counter()
+    n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
+    sec_left = (now - run.began) / n_timed * (cfg.max_steps - run.step)
     # of everything since the last entry: updates, validations, checkpoints
-    sec_per_step = (now - run.logged_at) / (run.step - run.logged_step)
-    sec_left = sec_per_step * (cfg.max_steps - run.step)
-    tok_per_sec = cfg.batch_rows * cfg.seq_len / sec_per_step
+    n_rows = (run.step - run.logged_step) * cfg.batch_rows
+    tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
     if teacher and not teacher.is_stored and teacher.device == device:
         flops += teacher_flops(cfg.teacher, cfg.seq_len)
@@ -121,7 +125,21 @@ def log_validation(live, validated, val, run):
     if run.step <= run.first_step + run.cfg.val_every_steps:
         say_reference_ces(first | references)
     for s in live:
-        add_entry(s, {"step": run.step} | validated[s.name] | references)
+        figures = validated[s.name]
+        add_entry(s, {"step": run.step} | figures | references)
+        if run.step == run.cfg.max_steps:
+            say(verdict(s.name, figures | references))
+
+
+def verdict(name, values) -> str:
+    """Return where a student stands between the CEs of token frequencies and of its teacher."""
+    ce = values["val_ce"]
+    below = values.get("val_unigram_ce", values["val_uniform_ce"]) - ce
+    side = "below" if below > 0 else "above"
+    text = f"{name}: held-out CE {ce:.2f}, {abs(below):.2f} {side} the unigram CE"
+    if "val_teacher_ce" in values:
+        text += f" and {ce - values['val_teacher_ce']:.2f} above the teacher's"
+    return text + (": it learns" if below > 0.25 else ": train longer (docs/learning.md)")
 
 
 def say_reference_ces(values: dict[str, float]):

@@ -18,6 +18,7 @@ from run.log import say
 from run.methods import compute_dtype, needs_teacher
 from run.objective_trial import check_settings
 from run.provenance import made_by, student_shape
+from run.students import n_validated
 from run.teacher import (
     Teacher,
     check_context,
@@ -136,6 +137,7 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
         # which may lack a token, unlike a teacher
         check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
     check_number_of_rows(cfg, rows)
+    say_precision(cfg, val)
     return tokenizer
 
 
@@ -168,6 +170,20 @@ def check_number_of_rows(cfg, rows):
         f"{cfg.data_dir}: {needed // cfg.batch_rows:,} updates of {cfg.batch_rows} rows are "
         f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     )
+
+
+def say_precision(cfg, val):
+    """Warn if there are too few held-out rows to tell close methods apart."""
+    n_rows = n_validated(val, cfg)
+    # half of a 95 % interval; the manifest's is over all held-out rows
+    half = val.manifest.get("unigram_half", 0)
+    if half is None:
+        say(f"{n_rows:,} held-out rows are too few to tell methods apart")
+    elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
+        say(
+            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
+            "too few to tell close methods apart"
+        )
 
 
 def run_facts(cfg, rows) -> dict:

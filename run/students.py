@@ -68,6 +68,7 @@ class Run:
     valid_tokens: float = 0  # labels so far
     since_log_tokens: float = 0  # labels since the last log entry
     first_step: int = 0  # at which this program started: 0, or that of a checkpoint
+    began: float = 0.0  # `time.perf_counter()` when it started, later after its first update
     logged_step: int = 0  # of the last log entry
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
@@ -78,9 +79,11 @@ class Run:
     stop: bool = False  # whether some process has received a signal
 
     def start_clock(self):
+        now = time.perf_counter()
         self.first_step = self.step
         self.logged_step = self.step
-        self.logged_at = time.perf_counter()
+        self.logged_at = now
+        self.began = now
         self.save_in(self.cfg.checkpoint_every_minutes)
 
     def save_in(self, minutes: float | None):

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import losses
+from lib import parallel
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
@@ -259,6 +263,19 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     assert end == {"code": 1, "step": None, "max_steps": 4, "why": f"UserError: {problem}"}
 
 
+def test_a_start_without_an_address_is_refused_and_waits_as_long_as_it_is_told(monkeypatch):
+    start = mock.Mock()
+    monkeypatch.setattr(dist, "init_process_group", start)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with world.refusal("WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT: start with torchrun, or"):
+        parallel.start(torch.device("cpu"))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "x")
+    parallel.start(torch.device("cpu"), 2.5)
+    assert start.call_args.kwargs["timeout"] == timedelta(minutes=2.5)
+
+
 STUBS = {
     "srun": 'shift; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
@@ -319,3 +336,10 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     end = read_json(out / "exit.json")
     step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}
+
+
+@pytest.mark.slow
+def test_all_groups_of_sharded_models_wait_as_long_as_they_are_told(together):
+    waits = re.findall(r"process 1: its (\d+) groups wait for \{([\d.]+)\} s", together[1])
+    assert [seconds for _, seconds in waits] == ["420.0"] * 2
+    assert all(int(n) > 1 for n, _ in waits)

@@ -402,11 +402,11 @@ def test_validation_is_over_the_first_held_out_rows(tiny, finished):
     assert figures == {"val_ce": pytest.approx(mean_ce(student.model, val, 3)[0], rel=1e-6)}
 
 
-def test_what_its_ces_are_read_against_is_said(tiny, tmp_path, printed, run):
+def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, printed, run):
     data = shutil.copytree(tiny / "data", tmp_path / "data")
-    world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25)
-    run(tmp_path / "run", f"--data_dir={data} --max_steps=2 --methods=alra")
-    printed()
+    world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
+    run(tmp_path / "run", f"--data_dir={data} --val_max_rows=5 --max_steps=2 --methods=alra")
+    assert "5 held-out rows give a CE to about ± 0.59" in printed()
     references = {"val_uniform_ce": math.log(V), "val_unigram_ce": 5.25}
     assert references.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1)):
@@ -562,8 +562,10 @@ def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(mo
     assert mfu(1e12, CPU, 1) is None
 
 
-def test_time_left_and_checkpoints_by_minutes(tmp_path, monkeypatch, hook_update, run):
-    """On a clock that advances in updates only."""
+def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minutes_too(
+    tmp_path, monkeypatch, hook_update, run
+):
+    """On a clock that advances in updates only; the first update of a start may compile."""
     clock = types.SimpleNamespace(**vars(time), now=1000.0)
     clock.perf_counter = lambda: clock.now
     seconds = iter((25, 25, 20, 20, 20, 20))

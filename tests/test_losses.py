@@ -138,10 +138,8 @@ tvd
 dkd
 dkd: tau=1.0, alpha=0.3, beta=2.0
 mse_logits
-mse_logits: center=True
 adakd
 adakd: rule='reverse_kl', base='forward', keep=1.0, c=0.6
-adakd: detach_temperature=True
 sekd
 sekd: tau=1.0, keep=0.5
 sekd: keep=1.0
@@ -429,8 +427,8 @@ reverse_kl: tau=1.0
 jsd: beta=0.5, tau=1.0
 tvd
 dkd: tau=4.0, alpha=1.0, beta=8.0
-mse_logits: center=False
-adakd: keep=0.5, c=0.5, rule='hellinger', base='reverse', detach_temperature=False
+mse_logits
+adakd: keep=0.5, c=0.5, rule='hellinger', base='reverse'
 sekd: tau=2.0, keep=0.2
 bdl: lam=0.9
 abkd: alpha=0.2, beta=0.7
@@ -638,7 +636,7 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
 
 def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(monkeypatch):
     """At a real vocabulary too, of which the trial takes few positions."""
-    method = losses.Method(lambda *z: losses.alra(*z), in_chunks=True)
+    method = losses.Method(lambda *z: losses.alra(*z))
     monkeypatch.setitem(METHODS, "mine", method)
     refused("half a forward batch", objective_trial.check_settings, "mine", 151_936)
 

@@ -5,9 +5,10 @@ They import only torch and what is always beside it: a machine with a GPU may la
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
-from lib import metrics
+from lib import metrics, parallel
 from lib.vocab import IGNORE
 from model import Qwen2Config, init_student
 from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
@@ -60,6 +61,20 @@ def test_masked_documents_are_those_of_the_cpu(compile):
     assert_near(h.cpu(), expected, 1e-4)
     for gradient, x in zip(gradients, exact, strict=True):
         assert_near(gradient.cpu(), x, 1e-4, 1e-4)
+
+
+def test_nccl_sums_gradients(monkeypatch):
+    """In a group of one process. No card has run this yet."""
+    weight = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    bias = torch.ones(3, device="cuda", requires_grad=True)
+    for p in (weight, bias):
+        p.grad = 2 * p.detach()
+    group = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": weight.device}
+    dist.init_process_group("nccl", **group)
+    monkeypatch.setattr(parallel, "world", lambda: 2)  # else nothing is sent
+    parallel.sum_gradients([weight, bias])
+    assert (weight.grad == 2).all() and (bias.grad == 2).all()
+    parallel.stop()
 
 
 def sums(inputs):

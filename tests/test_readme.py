@@ -261,7 +261,6 @@ def test_the_files_that_are_named_are_there():
 
 # The only ones that import a script; study/compare.py starts train.py and eval.py as processes.
 DRIVERS = """
-tools.gpu prepare
 tools.gpu train
 tools.gpu eval
 tools.gpu tools.bench

@@ -28,7 +28,7 @@ ignore_dynamo = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def case(t=T, dtype=torch.float32, seed=0):
-    """h_s, w_s, h_t, w_t and y: sequences of unequal valid length, one of them with none."""
+    """h_s, w_s, h_t, w_t and y: sequences of T, 5, none and one valid position."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -40,7 +40,7 @@ def case(t=T, dtype=torch.float32, seed=0):
     w_t = normal(V, D_T)
     y = torch.randint(V, (B, t), generator=g)
     for row in range(1, B):
-        y[row, 1 + (5 * row) % t :] = IGNORE
+        y[row, (5 * row) % t :] = IGNORE
     y[B // 2] = IGNORE
     return h_s, w_s, h_t, w_t, y
 

@@ -259,8 +259,7 @@ def test_alra_pieces_are_those_of_the_paper(d_max, anchor, kind):
         assert set(tokens) == set(piece["tokens"])
         assert tokens[: piece["d_u"]] == piece["set"]
         for key in ("d_u", "support", "mass", "local", "rest", "pair"):
-            got = getattr(terms, key)[u].item()
-            assert got == pytest.approx(float(piece[key]), rel=1e-9, abs=1e-12)
+            assert getattr(terms, key)[u].item() == pytest.approx(float(piece[key]), rel=1e-9)
 
 
 def test_of_equally_hard_positions_the_first_are_kept():
@@ -306,22 +305,6 @@ def test_ignored_positions_change_nothing(name):
         assert not gradient[~valid].any()
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("n_valid", [0, 1, 2])
-def test_few_or_no_valid_positions(name, n_valid):
-    z_s, z_t, y = case(n=5, ignored=range(n_valid, 5), dtype=torch.float32)
-    z_s.requires_grad_()
-    loss, terms = method_loss(name, z_s, z_t, y)
-    (gradient,) = torch.autograd.grad(loss, z_s)
-    assert loss.isfinite()
-    assert gradient.isfinite().all()
-    assert all(term.isfinite() for term in terms.values())
-    if n_valid == 0:
-        assert loss == 0
-        assert not gradient.any()
-        assert not any(terms.values())
-
-
 # ----------------------------------------------------------------------------------------------
 # fp32 and bf16 against fp64
 
@@ -349,6 +332,9 @@ def regimes(n, v):
     impossible = torch.zeros(v)  # tokens that underflow in both models, or in the teacher
     impossible[3:9] = -200
     yield 2 * a + impossible, b + impossible.index_fill(0, torch.tensor(11), -130), y
+    a[0] = 5.0  # constant logits
+    b[2] = -5.0
+    yield a, b, y
 
 
 # In slope tvd jumps where p_s = p_t, and among 151,936 tokens two pairs are equal to 4 eps.
@@ -364,13 +350,13 @@ FACTOR = {"dkd": 128, "logit_std": 4, "sekd": 20}
 CANCEL = {"adakd", "dkd", "logit_std", "taid", "abkd", "topk_tail", "reverse_kl"}
 
 
-def assert_near_fp64(name, z_s, z_t, y, bar):
+def assert_near_fp64(name, z_s, z_t, y, bar, **settings):
     """Compare with fp64 on the same logits: the gradient within `bar`, the loss within 1e-5.
 
     In loss also by the rounding of ln p, times the factor of its KL: a KL may be so small that it
     drowns in that. Where terms cancel, the gradient has that rounding of each of them.
     """
-    fn = functools.partial(kd, name)
+    fn = functools.partial(kd, name, **settings)
     loss, gradient = value_and_gradient(fn, z_s, z_t, y)
     exact, exact_gradient = value_and_gradient(fn, z_s.double(), z_t.double(), y)
     assert gradient.dtype == z_s.dtype
@@ -581,7 +567,6 @@ def _remembers():
 TAU = torch.nn.Parameter(torch.ones(()))
 
 
-IN_PLACE = "an input is changed in place; write x = x / 2"
 LEAVE = r"expected \[N\], 0 where ignored; begin with `enter`, end with `leave`"
 TRIED = [
     (
@@ -591,8 +576,7 @@ TRIED = [
     (lambda z_s, *z: losses.jsd(z_s / TAU, *z), "a parameter would not be trained"),
     (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* random numbers"),
     (_remembers(), "equal calls differ; .* a state"),
-    (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), IN_PLACE),
-    (lambda z_s, z_t, y: losses.jsd(z_s, z_t, y) + 0 * z_t.mul_(2).sum(-1), IN_PLACE),
+    (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), "an input is changed in place; write x = x / 2"),
     (lambda *z: (losses.jsd(*z), 1.0), r"expected a loss \[N\], or a NamedTuple of one"),
     (_with_part("lr", torch.ones(3)), "the log has its own 'lr'"),
     (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
@@ -651,11 +635,9 @@ def test_every_objective_passes_its_trial(name):
 def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     z_s, z_t, y = case(n=12, ignored=(2, 6, 7, 11))
     z_t[6:] *= 0.3  # the second sequence is more diffuse
-    both = losses.tad(z_s, z_t, y, top_k=5, n_sequences=2)
-    settings = losses.default_settings(losses.tad) | {"top_k": 5}
-    first = naive.tad(z_s[:6], z_t[:6], y[:6], **settings)
-    second = naive.tad(z_s[6:], z_t[6:], y[6:], **settings)
-    assert_close(both, torch.cat([first, second]))
+    both = losses.tad(z_s, z_t, y, n_sequences=2)
+    each = zip(z_s.split(6), z_t.split(6), y.split(6), strict=True)
+    assert_close(both, torch.cat([losses.tad(*sequence) for sequence in each]))
 
 
 # --- the further objectives: limits, constants
@@ -665,20 +647,7 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
 def test_abkds_limits_are_approached_in_fp32(small):
     z_s, z_t, y = case(dtype=torch.float32)
     for alpha, beta in ((small, 0.7), (0.2, small), (small, small), (small, -small), (0.2, -0.2)):
-        fn = functools.partial(losses.abkd, alpha=alpha, beta=beta)
-        got = value_and_gradient(fn, z_s, z_t, y)
-        exact = value_and_gradient(fn, z_s.double(), z_t.double(), y)
-        for x, expected in zip(got, exact, strict=True):
-            assert_near(x, expected, 1e-5)
-
-
-def test_constant_logits_are_standardized():
-    z_s, z_t, y = case(ignored=())
-    z_s[3] = 5.0
-    z_t[4] = -5.0
-    loss, gradient = value_and_gradient(functools.partial(kd, "logit_std"), z_s, z_t, y)
-    assert loss.isfinite().all()
-    assert gradient.isfinite().all()
+        assert_near_fp64("abkd", z_s, z_t, y, 1e-5, alpha=alpha, beta=beta)
 
 
 def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):

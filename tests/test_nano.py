@@ -2,14 +2,11 @@
 
 import re
 
-import numpy as np
 import pytest
 from torch.testing import assert_close
 
 import configure
 import train
-from lib.hf import load_tokenizer
-from lib.rows import PAD
 from model import Qwen2
 from tests import world
 from tests.test_losses import assert_same_loss, case
@@ -22,13 +19,9 @@ METHODS = ("pretrain", "vanilla_kd", "alra")
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working folder with the demo's teacher, and rows of unequal lengths in data/demo."""
-    ids = load_tokenizer(DEMO).encode((ROOT / "LICENSE").read_text())
-    rows = np.full((9, 25), PAD, np.uint32)
-    for n, row in enumerate(rows):
-        row[: 25 - 2 * n] = ids[25 * n : 25 * n + 25 - 2 * n]
     facts = {"tokenizer": DEMO, "vocab_size": 4096, "unigram_ce": 7.0}
     for name in ("train", "val"):
-        world.write_rows(tmp_path / "data/demo", name, ids=rows, **facts)
+        world.write_rows(tmp_path / "data/demo", name, n=9, **facts)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -63,7 +56,7 @@ def test_updates_are_those_of_train_py(folder):
     """
     flags = (
         "--max_steps=4 --schedule_steps=4 --warmup_steps=2 --log_every_steps=1 --val_every_steps=2 "
-        f"--seq_len=24 --repeat_rows=True --device=cpu --methods={','.join(METHODS)}"
+        f"--seq_len={world.SEQ} --repeat_rows=True --device=cpu --methods={','.join(METHODS)}"
     )
     cfg = configure.load([str(ROOT / "config/demo.py"), *flags.split()])
     assert train.distil(cfg) == 0

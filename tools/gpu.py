@@ -5,13 +5,12 @@
     python tools/gpu.py --tiny --device=cpu    the same, rehearsed on any machine
     python tools/gpu.py 200m                   one part
 
-Each of PARTS is a process with a time limit, and prints as it goes: add `| tee FILE`. They need no
-network, and neither `datasets` nor lm-eval.
+Each of PARTS is a process with a time limit. None needs a network, `datasets` or lm-eval.
 
 The parts of CASES time updates on random weights and tokens, the same for all cases, in turns.
 "wait" is the time in which the host waits for the device; if it is 0, the host is the bottleneck.
-"GiB" is peak memory above weights and moments. "loss" is the mean of the first three updates, and
-"norm" that of the third one's gradient.
+"GiB" is peak memory above weights and moments; "loss" the mean of the first three updates; "norm"
+that of the third one's gradient.
 """
 
 import itertools
@@ -102,6 +101,7 @@ def run_parts(args):
         for line in PARTS.format(demo=DEMO.format(**places), **places).strip().splitlines():
             name, limit, *command = line.split()
             began = time.perf_counter()
+            limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
             # `timeout` ends the processes that a part has started too
             code = subprocess.call(["timeout", "-k5", limit, sys.executable, "-u", *command])
             print(f"{name}: exit code {code}, {time.perf_counter() - began:.0f} s\n", flush=True)

@@ -69,7 +69,7 @@ weight_decay = 1e-2
 clip = 0.5  # largest norm of the gradient
 
 log_every = 20
-val_every = 120
+val_every = 120  # validates, and writes a checkpoint
 val_rows = 64
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -171,12 +171,22 @@ teacher = Qwen2.from_pretrained(teacher_dir, device=device)  # frozen
 student = init_student(dataclasses.replace(teacher.config, **student_shape), seed).to(device)
 optimizer = torch.optim.AdamW(student.parameters(), lr, betas, adam_eps, weight_decay)
 
+out_dir.mkdir(parents=True, exist_ok=True)
+checkpoint = out_dir / "checkpoint.pt"
+first = 0
+if checkpoint.exists():
+    saved = torch.load(checkpoint, device)
+    student.load_state_dict(saved["student"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["step"]
+    print(f"resumes from {checkpoint}, step {first}; delete it to start anew")
+
 # ----------------------------------------------------------------------------------------------
 # training
 
 print(f"held-out CE  unigram {manifest['unigram_ce']:.4f}  teacher {held_out_ce(teacher):.4f}")
 since_log = []  # the losses [N] of each forward batch since the last log line
-for step in range(max_steps):
+for step in range(first, max_steps):
     for i in row_order(step, batch_rows, len(train), seed):
         # One row is a forward batch, the paper's T_B (Eq. 1), over which ALRA takes its mean.
         x, y = inputs_labels(train[i])
@@ -197,5 +207,8 @@ for step in range(max_steps):
         since_log.clear()
     if done % val_every == 0 or done == max_steps:
         print(f"step {done}  held-out CE {held_out_ce(student):.4f}")
+        state = {"student": student.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state | {"step": done}, checkpoint)
 
 student.save_pretrained(out_dir / "model", load_tokenizer(teacher_dir))  # as transformers loads it
+checkpoint.unlink(missing_ok=True)  # the next run starts anew

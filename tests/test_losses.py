@@ -622,7 +622,7 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
 
 def test_a_statistic_of_a_chunk_in_place_of_the_batch_is_refused(monkeypatch):
     """At a real vocabulary too, of which the trial takes few positions."""
-    method = losses.Method(lambda *z: losses.alra(*z))
+    method = losses.Method(lambda *z: losses.alra(*z), in_chunks=True)
     monkeypatch.setitem(METHODS, "mine", method)
     refused("half a forward batch", objective_trial.check_settings, "mine", 151_936)
 

@@ -1,15 +1,21 @@
-"""examples/nano.py: its objectives beside losses.py, its updates beside train.py."""
+"""examples/nano.py: its objectives beside losses.py, its updates beside train.py, its resume."""
 
+import contextlib
 import re
 
+import numpy as np
 import pytest
+import torch
 from torch.testing import assert_close
 
 import configure
+import losses
 import train
+from lib.hf import load_tokenizer
+from lib.rows import PAD
 from model import Qwen2
 from tests import world
-from tests.test_losses import assert_same_loss, case
+from tests.test_losses import case
 from tests.world import DEMO, ROOT
 
 NANO = ROOT / "examples/nano.py"
@@ -19,23 +25,37 @@ METHODS = ("pretrain", "vanilla_kd", "alra")
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working folder with the demo's teacher, and rows of unequal lengths in data/demo."""
+    ids = load_tokenizer(DEMO).encode((ROOT / "LICENSE").read_text())
+    rows = np.full((9, 25), PAD, np.uint32)
+    for n, row in enumerate(rows):
+        row[: 25 - 2 * n] = ids[25 * n : 25 * n + 25 - 2 * n]
     facts = {"tokenizer": DEMO, "vocab_size": 4096, "unigram_ce": 7.0}
     for name in ("train", "val"):
-        world.write_rows(tmp_path / "data/demo", name, n=9, **facts)
+        world.write_rows(tmp_path / "data/demo", name, ids=rows, **facts)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def nano(**settings):
-    """Run nano.py on the CPU with other settings. Return its variables and the printed lines."""
+def nano(stop="never", **settings):
+    """Run nano.py on the CPU with other settings, up to a line that starts with `stop`.
+
+    Returns its variables, and the lines that it printed.
+    """
     source = NANO.read_text()
     for key, value in {"device": "cpu", **settings}.items():
         source, n = re.subn(rf"^{key} = .*", f"{key} = {value!r}", source, flags=re.M)
         assert n == 1, key
     lines = []
-    names = {"__file__": str(NANO), "print": lines.append}
-    exec(compile(source, NANO, "exec"), names)
+
+    def say(line):
+        if line.startswith(stop):
+            raise KeyboardInterrupt
+        lines.append(line)
+
+    names = {"__file__": str(NANO), "print": say}
+    with contextlib.suppress(KeyboardInterrupt):
+        exec(compile(source, NANO, "exec"), names)
     return names, lines
 
 
@@ -43,12 +63,17 @@ def nano(**settings):
 def test_the_losses_are_those_of_losses_py(method, folder):
     names, _ = nano(method=method, max_steps=0)
     for n, v in ((1, 26), (7, 31), (23, 1009)):
-        inputs = case(n, n, v, student=3.0, ignored=())
-        assert_same_loss(lambda *z: names["objective"](*z).mean(), method, *inputs)
+        z_s, z_t, y = case(n, n, v, student=3.0, ignored=())
+        z_s.requires_grad_()
+        loss = names["objective"](z_s, z_t, y).mean()
+        expected, _ = losses.method_loss(method, z_s, z_t, y)
+        assert_close(loss, expected, rtol=0, atol=1e-9)
+        gradients = [torch.autograd.grad(x, z_s) for x in (loss, expected)]
+        assert_close(*gradients, rtol=0, atol=1e-9)
 
 
 def test_updates_are_those_of_train_py(folder):
-    """Those of the demo's config but for their number.
+    """Those of the demo's config but for their number. nano.py is stopped once, and resumes.
 
     ALRA has bounds of its own: rounding may choose another token where two logits are nearly equal.
     When one position in thirty had another token, a loss moved by 0.02, a gradient norm by 0.2;
@@ -56,7 +81,7 @@ def test_updates_are_those_of_train_py(folder):
     """
     flags = (
         "--max_steps=4 --schedule_steps=4 --warmup_steps=2 --log_every_steps=1 --val_every_steps=2 "
-        f"--seq_len={world.SEQ} --repeat_rows=True --device=cpu --methods={','.join(METHODS)}"
+        f"--seq_len=24 --repeat_rows=True --device=cpu --methods={','.join(METHODS)}"
     )
     cfg = configure.load([str(ROOT / "config/demo.py"), *flags.split()])
     assert train.distil(cfg) == 0
@@ -68,9 +93,13 @@ def test_updates_are_those_of_train_py(folder):
         bounds = exact
         if method == "alra":
             bounds = exact | {"loss": 0.05, "gnorm": 0.5, "CE": 0.05}
-        names, (_, *lines) = nano(method=method, **settings)
+        _, before = nano(stop="step 4", method=method, **settings)
+        names, after = nano(method=method, **settings)
+        assert after.pop(0).startswith("resumes from out/nano")
+        assert before.pop(0) == after.pop(0)  # CEs to compare with
+        assert before.pop() == after[0]  # step 3, to the last digit
         records = world.records(folder / "out/demo", method)
-        for line, record in zip(lines, records, strict=True):
+        for line, record in zip(before + after, records, strict=True):
             printed = re.findall(r"(\w+) ([\d.e-]+)(?:  |$)", line)
             assert len(printed) in (2, 4)
             for key, value in printed:

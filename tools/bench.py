@@ -25,6 +25,8 @@ from statistics import median
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
+from lib.errors import UserError
+from lib.settings import PositiveInt, checked
 
 OPTIONS = {
     "device": "auto",
@@ -39,7 +41,12 @@ def arguments(argv) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("n", "repeats"):
+        checked(f"--{name}", getattr(args, name), PositiveInt)
+    if args.models.count(",") != 1:
+        raise UserError(f"--models={args.models}: expected TEACHER,STUDENT")
+    return args
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ see `method_loss`. Dimensions: N positions, V vocabulary, k selected tokens.
 import functools
 import inspect
 import math
-import typing
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -853,17 +852,13 @@ def dkd(
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
 
-def mse_logits(z_s, z_t, y, *, center: bool = False) -> Tensor:
+def mse_logits(z_s, z_t, y) -> Tensor:
     """Mean over V of (z_s - z_t)^2 (Kim et al. 2021), in squared logits, not nats.
 
-    center  subtract each row's mean first. Otherwise the loss depends on the logits' common shift,
-            to which softmax is blind
+    It depends on the logits' common shift, to which softmax is blind.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    gap = z_s - z_t
-    if center:
-        gap = gap - gap.mean(-1, keepdim=True)
-    return leave(gap.square().mean(-1), valid)
+    return leave((z_s - z_t).square().mean(-1), valid)
 
 
 def adakd(
@@ -875,7 +870,6 @@ def adakd(
     c: NonNegative = 0.5,
     rule: Literal["hellinger", "reverse_kl"] = "hellinger",
     base: Literal["reverse", "forward"] = "reverse",
-    detach_temperature: bool = False,
 ) -> Tensor:
     """AdaKD (code: SassyRong/AdaKD): only the hardest positions, each at its own temperature.
 
@@ -884,11 +878,11 @@ def adakd(
         T_u  = exp(-c tanh(ln(s_u / lower median of s over the hardest)))
         loss = mean over the hardest of T_u^2 base(z_s / T_u, z_t / T_u)
 
-    rule                difficulty s_u: "hellinger", or "reverse_kl" KL(P_s || P_t)
-    base                "reverse" KL(P_s || P_t) or "forward" KL(P_t || P_s)
-    detach_temperature  False as in the authors' code, whose gradient runs through T_u
+    rule  difficulty s_u: "hellinger", or "reverse_kl" KL(P_s || P_t)
+    base  "reverse" KL(P_s || P_t) or "forward" KL(P_t || P_s)
 
-    Its forward batch is never divided into chunks, since its gradient runs through the median.
+    As in the authors' code, the gradient runs through T_u, and so through the median: the forward
+    batch is never divided into chunks.
     Each of the hardest is scaled by n_valid / n_hardest. Where the median is 0, as at equality, s_u
     is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
@@ -910,8 +904,6 @@ def adakd(
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 up to rounding
     T = (-c * torch.tanh(ratio.log())).exp()
-    if detach_temperature:
-        T = T.detach()
     a = logp_s / T[:, None]
     b = logp_t / T[:, None]
     if base == "forward":
@@ -1041,7 +1033,8 @@ class Method(NamedTuple):
     # forward(h_s [B, T, D_s], h_t [B, T, D_t], y [B, T]) returns, [], is added to the loss.
     term: Callable | None = None
     # Whether a call may see a chunk of a forward batch, or several forward batches. An objective
-    # whose positions depend on each other then takes `batch` (see `over_batch`).
+    # whose positions depend on each other then takes `batch` (see `over_batch`). A module always
+    # sees one forward batch.
     in_chunks: bool = False
 
     @property
@@ -1184,8 +1177,13 @@ def mean_loss(method, z_s, z_t, y, n) -> tuple[Tensor, dict[str, Tensor]]:
 
 def with_given(method, **given) -> Method:
     """Set those keywords of `GIVEN` that the objective has."""
-    had = {key: value for key, value in given.items() if takes(method.fn, key)}
+    had = {key: value for key, value in given.items() if key in keywords(method.fn)}
     return with_keywords(method, **had)
+
+
+def with_keywords(method, **settings) -> Method:
+    """Set keywords of the objective, unchecked."""
+    return method._replace(hyper=method.hyper | settings)
 
 
 def built(method) -> Method:
@@ -1194,13 +1192,8 @@ def built(method) -> Method:
         return method
     made_with = inspect.signature(method.fn).parameters
     hyper = dict(method.hyper)
-    keywords = {key: hyper.pop(key) for key in method.hyper if key in made_with}
-    return method._replace(fn=method.fn(**keywords), hyper=hyper)
-
-
-def with_keywords(method, **keywords) -> Method:
-    """Set keywords of the objective, unchecked."""
-    return method._replace(hyper=method.hyper | keywords)
+    settings = {key: hyper.pop(key) for key in method.hyper if key in made_with}
+    return method._replace(fn=method.fn(**settings), hyper=hyper, in_chunks=False)
 
 
 def resolve(name, /, **overrides) -> Method:
@@ -1216,67 +1209,56 @@ def resolve(name, /, **overrides) -> Method:
     if not overrides:
         return method
     kinds = settings(name)
-    hyper = dict(method.hyper)
-    weights = {}
-    of_term = {}
     for key, value in overrides.items():
         if key not in kinds:
             hint = did_you_mean(key, kinds)
             raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
-        value = checked(f"{name}.{key}", value, kinds[key])
+        changed = {key: checked(f"{name}.{key}", value, kinds[key])}
         if key in ("w_kd", "w_ce"):
-            weights[key] = value
-        elif method.term and key in _keywords(method.term):
-            of_term[key] = value
+            method = method._replace(**changed)
+        elif method.term and key in keywords(method.term):
+            method = method._replace(term=functools.partial(method.term, **changed))
         else:
-            hyper[key] = value
-    if of_term:
-        weights["term"] = functools.partial(method.term, **of_term)
+            method = with_keywords(method, **changed)
     moving = {key: value for key, value in method.moving.items() if key not in overrides}
     if "w_kd" in moving and "w_ce" in overrides:
         raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")
-    return method._replace(hyper=hyper, moving=moving, **weights)
+    return method._replace(moving=moving)
 
 
 def settings(name) -> dict[str, object]:
     """Return the settings that `resolve(name)` may override, with their kinds."""
     method = resolve(name)  # without overrides, `resolve` does not call `settings`
-    hints = {}
-    for fn in filter(None, (method.fn, method.term)):
-        plain = getattr(fn, "func", fn)  # of a `partial`
-        parts = (plain.__init__, plain.forward) if isinstance(plain, type) else (plain,)
-        for part in parts:
-            hints |= typing.get_type_hints(part, include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
-    for key in default_settings(method.fn, method.term):
-        if key not in hints:
+    for key, parameter in own_keywords(method.fn, method.term).items():
+        kinds[key] = parameter.annotation
+        if kinds[key] is parameter.empty:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-        kinds[key] = hints[key]
     return kinds
 
 
 def default_settings(*fns: Callable | None) -> dict[str, object]:
     """Return the settings of an objective, and of a term if there is one, with their defaults."""
-    keywords = {}
+    return {key: parameter.default for key, parameter in own_keywords(*fns).items()}
+
+
+def own_keywords(*fns: Callable | None) -> dict[str, inspect.Parameter]:
+    """Return the keywords of an objective, and of a term if there is one, but for `GIVEN`."""
+    found = {}
     for fn in filter(None, fns):
-        keywords |= _keywords(fn)
-    return {key: value for key, value in keywords.items() if key not in GIVEN}
+        found |= keywords(fn)
+    return {key: parameter for key, parameter in found.items() if key not in GIVEN}
 
 
 @functools.cache
-def takes(fn: Callable, keyword) -> bool:
-    """Return whether an objective has a keyword."""
-    return keyword in _keywords(fn)
-
-
-def _keywords(fn) -> dict[str, object]:
-    """Return the keywords with a default of an objective or a term, with these defaults.
+def keywords(fn) -> dict[str, inspect.Parameter]:
+    """Return the keywords of an objective or a term: parameters that have a default.
 
     It may be a `functools.partial`. Those of a module are its constructor's and its `forward`'s.
     """
-    keywords = {}
+    found = {}
     for part in filter(None, (fn, getattr(fn, "forward", None))):
-        for p in inspect.signature(part).parameters.values():
+        for p in inspect.signature(part, eval_str=True).parameters.values():
             if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
-                keywords[p.name] = p.default
-    return keywords
+                found[p.name] = p
+    return found

@@ -4,7 +4,7 @@
 #   python prepare.py config/demo_teacher.py
 #   python train.py config/demo_teacher.py
 #
-# demo/make.py puts its weights into demo/teacher; study/LOG.md reports the run.
+# demo/make.py says how its weights came into demo/teacher; study/LOG.md reports the run.
 
 methods = ("pretrain",)
 student = "demo_teacher"

@@ -2,8 +2,9 @@
 
     python demo/make.py text        demo/text.jsonl.zst, and the teacher's own text
     python demo/make.py tokenizer   4,096 entries, from the teacher's text
-    python prepare.py config/demo_teacher.py && python train.py config/demo_teacher.py
-    python demo/make.py weights out/demo_teacher/pretrain/model    in bfloat16, beside the tokenizer
+    python prepare.py config/demo_teacher.py
+    python train.py config/demo_teacher.py --save_dtype=bfloat16
+    cp out/demo_teacher/pretrain/model/{config.json,model.safetensors} demo/teacher
 
 The text is Python source and documentation of the packages in requirements.lock, as installed.
 Documents are sorted by the sha256 of their names. The students get the first TEXT_CHARS characters,
@@ -18,16 +19,11 @@ from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 
-import torch
 import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from model import Qwen2
-
 TEXT = ROOT / "demo/text.jsonl.zst"
 TEACHER = ROOT / "demo/teacher"
 TEACHER_TEXT = ROOT / "data/demo_teacher/text.jsonl.zst"
@@ -122,19 +118,5 @@ def make_tokenizer():
     print(f"{TEACHER}: a tokenizer")
 
 
-def copy_weights(folder):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TEACHER)
-    Qwen2.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(TEACHER, tokenizer)
-    print(f"{TEACHER}: the weights of {folder} in bf16")
-
-
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["text"]:
-            make_text()
-        case ["tokenizer"]:
-            make_tokenizer()
-        case ["weights", folder]:
-            copy_weights(folder)
-        case _:
-            sys.exit(__doc__)
+    {"text": make_text, "tokenizer": make_tokenizer}[sys.argv[1]]()

@@ -69,42 +69,30 @@ def compute_dtype(cfg) -> torch.dtype:
 
 def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
-    method = with_given(
-        built(resolve(name, **cfg.overrides_of(name))),
-        n_sequences=cfg.group,
-        generator=None,  # `method_at` puts one here
-    )
-    if "generator" in method.hyper or isinstance(method.fn, nn.Module):
-        method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
-    return method
+    method = built(resolve(name, **cfg.overrides_of(name)))
+    return with_given(method, n_sequences=cfg.group, generator=None)  # `method_at` puts one there
 
 
 def method_at(s, step, cfg) -> Method:
     """Return the method of a student in update `step`, with its moving settings."""
     method = s.method
-    if method.moving:
-        method = _moved(method, step, cfg)
-    if "generator" in method.hyper:
-        method = with_keywords(method, generator=seeded_generator(s.name, step, cfg))
-    return method
-
-
-def _moved(method, step, cfg) -> Method:
-    moving = {}
+    now = {}
     for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
         # A tensor, so that one compiled graph serves every value. `torch.full` avoids a blocking
         # host-to-device copy.
-        moving[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
-    if "w_kd" in moving:
-        w_kd = moving.pop("w_kd")
+        now[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+    if "w_kd" in now:
+        w_kd = now.pop("w_kd")
         method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-    return with_keywords(method, **moving)
+    if "generator" in method.hyper:
+        now["generator"] = seeded_generator(s.name, step, cfg)
+    return with_keywords(method, **now)
 
 
 def seeded_generator(name, step, cfg) -> torch.Generator:
     """Return the generator of a student's random numbers in update `step`.
 
-    It is seeded for this process's first forward batch; `seed_next` seeds it for the next.
+    It is seeded for this process's first forward batch; `HeadLoss.add` seeds it for the next.
     Seeds depend on a forward batch's place in the update, and not on how the update is divided into
     micro-batches and processes. Students METHOD@LABEL of one method have the same random numbers.
     """
@@ -222,9 +210,7 @@ class HeadLoss(Head):
             self.inputs += parameters
             self.gradients += map(torch.zeros_like, parameters)
             self.evaluate = evaluate_module
-        elif "generator" in method.hyper:
-            self.evaluate = evaluate_random
-        elif compile:
+        elif compile and "generator" not in method.hyper:
             self.evaluate = compiled(evaluate, y.device.type)
 
     def add(self, here, z_t):
@@ -242,6 +228,9 @@ class HeadLoss(Head):
             torch._foreach_add_(self.gradients[2:], gradients)
         self.loss += loss
         self.sums.update(sums)  # adds
+        generator = self.method.hyper.get("generator")
+        if generator:
+            generator.manual_seed(generator.initial_seed() + 1)
 
 
 # Settings of torch's Inductor that suit tensors of [N, V]. By default it reorders the block sums of
@@ -301,22 +290,7 @@ def evaluate_module(method, dtype, z_s, z_t, y, n):
     n_valid = (y != IGNORE).sum()
     for key, value in state.items():
         sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
-    seed_next(method)
     return loss, sums, *gradients
-
-
-def evaluate_random(method, *inputs):
-    """Return what `evaluate` returns, for an objective that draws random numbers."""
-    results = evaluate(method, *inputs)
-    seed_next(method)
-    return results
-
-
-def seed_next(method):
-    """Seed the method's generator, if it has one, for the next forward batch."""
-    generator = method.hyper.get("generator")
-    if generator:
-        generator.manual_seed(generator.initial_seed() + 1)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
-from losses import built, resolve, settings, takes
+from losses import built, keywords, resolve, settings
 from run.log import LOGGED
 from run.methods import head_losses
 
@@ -37,11 +37,10 @@ def check_settings(name, V: int, in_parts=True, /, **overrides):
 def try_method(method, V, in_parts):
     """Call an objective on ordinary logits, with the labels 0, V - 1 and an ignored one.
 
-    Settings that change during a run have their largest values.
+    Settings that change during a run have their values halfway.
     """
-    largest = {key: max(f(i / 100) for i in range(101)) for key, f in method.moving.items()}
-    largest.pop("w_kd", None)  # a weight, not a setting of the objective
-    method = built(method._replace(hyper=method.hyper | largest, w_kd=1.0, w_ce=0.0))
+    halfway = {key: f(0.5) for key, f in method.moving.items() if key != "w_kd"}
+    method = built(method._replace(hyper=method.hyper | halfway, w_kd=1.0, w_ce=0.0))
     generator = torch.Generator().manual_seed(0)
     N = 2 * max(4, min(16, 2**19 // V))
     z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
@@ -57,7 +56,7 @@ def try_method(method, V, in_parts):
     if not torch.equal(loss, loss_and_gradient(method, z, y)[0]):
         raise UserError("equal calls differ; docs/editing.md shows a state, and random numbers")
     kept = y != IGNORE
-    if not takes(method.fn, "generator"):  # draws may depend on the number of positions
+    if "generator" not in keywords(method.fn):  # draws may depend on the number of positions
         loss_of_kept, _ = loss_and_gradient(method, z[:, kept], y[kept])
         if not torch.allclose(loss_of_kept, loss[kept], rtol=1e-3, atol=1e-6):
             raise UserError("an ignored position changes others; use `enter` and `valid_mean`")
@@ -68,7 +67,7 @@ def try_method(method, V, in_parts):
 def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     """Return the loss [N] of an objective and its gradient [N, V]; z is [2, N, V]."""
     method = method._replace(fn=copy.deepcopy(method.fn))  # a call may change a module's buffers
-    if takes(method.fn, "generator"):
+    if "generator" in keywords(method.fn):
         method = method._replace(hyper=method.hyper | {"generator": torch.Generator()})
     leaf = z[0].clone().requires_grad_()
     inputs = (leaf.clone(), z[1].clone(), y.clone())  # a leaf may not be changed in place

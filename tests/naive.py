@@ -347,13 +347,11 @@ def dkd(s, t, label, tau, alpha, beta):
 
 
 @per_position
-def mse_logits(s, t, label, center):
-    gap = [a - b for a, b in zip(s, t, strict=True)]
-    mean = sum(gap) / len(gap) if center else 0.0
-    return sum((g - mean) ** 2 for g in gap) / len(gap)
+def mse_logits(s, t, label):
+    return sum((a - b) ** 2 for a, b in zip(s, t, strict=True)) / len(t)
 
 
-def adakd(z_s, z_t, y, keep, c, rule, base, detach_temperature):
+def adakd(z_s, z_t, y, keep, c, rule, base):
     valid = rows(z_s, z_t, y)
     difficulty = {}
     for u, (s, t, _) in valid.items():
@@ -371,8 +369,6 @@ def adakd(z_s, z_t, y, keep, c, rule, base, detach_temperature):
     for u in hardest:
         s, t, _ = valid[u]
         tau = torch.exp(-c * torch.tanh(torch.log(difficulty[u] / median)))
-        if detach_temperature:
-            tau = tau.detach()
         a = softmax(s, tau)
         b = softmax(t, tau)
         loss = kl(a, b) if base == "reverse" else kl(b, a)

@@ -5,9 +5,10 @@ They import only torch and what is always beside it: a machine with a GPU may la
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
-from lib import metrics
+from lib import metrics, parallel
 from lib.vocab import IGNORE
 from model import Qwen2Config, init_student
 from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
@@ -60,6 +61,18 @@ def test_masked_documents_are_those_of_the_cpu(compile):
     assert_near(h.cpu(), expected, 1e-4)
     for gradient, x in zip(gradients, exact, strict=True):
         assert_near(gradient.cpu(), x, 1e-4, 1e-4)
+
+
+def test_nccl_sums_gradients(monkeypatch):
+    """In a group of one process. No card has run this yet."""
+    p = torch.ones(5, device="cuda", requires_grad=True)
+    p.grad = 2 * p.detach()
+    processes = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", device_id=p.device, **processes)
+    monkeypatch.setattr(parallel, "world", lambda: 2)  # else nothing is sent
+    parallel.sum_gradients([p])
+    parallel.stop()
+    assert (p.grad == 2).all()
 
 
 def sums(inputs):

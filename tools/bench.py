@@ -64,19 +64,20 @@ PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
-    teacher, student = args.models.split(",")
-    shape = student_config(student)
-    draw = partial(torch.randn, device=args.device, dtype=args.dtype)
-    h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
-    w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
-    h_t = 0.02 * draw(1, args.n, student_config(teacher).hidden_size)
-    w_t = draw(shape.vocab_size, student_config(teacher).hidden_size)
-    y = torch.randint(shape.vocab_size, (1, args.n), device=args.device)
+    teacher, student = map(student_config, args.models.split(","))
+    V = student.vocab_size
+    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    draw = partial(torch.randn, device=args.device, dtype=dtype)
+    h_s = (0.02 * draw(1, args.n, student.hidden_size)).requires_grad_()
+    w_s = draw(V, student.hidden_size).float().requires_grad_()
+    h_t = 0.02 * draw(1, args.n, teacher.hidden_size)
+    w_t = draw(V, teacher.hidden_size)
+    y = torch.randint(V, (1, args.n), device=args.device)
 
     @torch.no_grad()
     def products():
         """What every implementation needs: the logits of both, and the student's two gradients."""
-        w = w_s.to(args.dtype)
+        w = w_s.to(dtype)
         z_s = h_s[0] @ w.T
         return h_t[0] @ w_t.T, z_s @ w, z_s.T @ h_s[0]
 
@@ -125,8 +126,11 @@ def row(name, rounds, reference) -> str:
     return f"| {name} | {spread} | {share:.2f} | {median(s for s, _ in rounds):.4f} | {mib:,.0f} |"
 
 
-def compare(args):
+def main(argv):
+    args = arguments(argv)
+    args.device = pick_device(args.device)
     cases = make_cases(args)
+    print(f"{machine_facts(args.device)}: {args}\n")
     for case in cases.values():
         case()  # compiles
     n_calls = 20 if args.device.type == "cuda" else 1  # a call takes milliseconds on a GPU
@@ -138,16 +142,6 @@ def compare(args):
     print("|---|---|---|---|---|")
     for name, of_case in rounds.items():
         print(row(name, of_case, rounds["alra"]))
-
-
-def main(argv):
-    args = arguments(argv)
-    args.device = pick_device(args.device)
-    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    for name in args.models.split(","):
-        student_config(name)  # refuses an unknown one before anything runs
-    print(f"{machine_facts(args.device)}: {args}\n")
-    compare(args)
 
 
 if __name__ == "__main__":

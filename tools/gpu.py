@@ -1,21 +1,19 @@
-"""Show in some ten minutes what only a GPU can: tests, the speed of updates, train.py at work.
+"""Run in one call of ten minutes what only a GPU can show, most valuable parts first.
 
+    python prepare.py config/demo.py           on any machine: copy data/demo to that of the GPU
     python tools/gpu.py                        on a GPU
     python tools/gpu.py --tiny --device=cpu    the same, rehearsed on any machine
     python tools/gpu.py 200m                   one part
 
-PARTS lists the parts, most valuable first. Each is a process with a time limit. They need no
-network and no prepared files, and neither `datasets` nor lm-eval. As soon as a part ends,
-OUT/results.txt gets its tables; OUT/log.txt has all that the parts print.
+Each of PARTS is a process with a time limit. None needs a network, `datasets` or lm-eval.
 
-The parts of CASES time updates on random weights and tokens. Their cases start from the same
-weights and rows, and run in turns. "wait" is the time in which the host waits for the device; if it
-is 0, the host is the bottleneck. "GiB" is peak memory above weights and moments. "loss" is the mean
-of the first three updates, and "norm" that of the third one's gradient.
+The parts of CASES time updates on random weights and tokens, the same for all cases, in turns.
+"wait" is the time in which the host waits for the device; if it is 0, the host is the bottleneck.
+"GiB" is peak memory above weights and moments; "loss" the mean of the first three updates; "norm"
+that of the third one's gradient.
 """
 
-import os
-import pickle
+import itertools
 import re
 import subprocess
 import sys
@@ -34,10 +32,8 @@ import configure
 # part, seconds until it is cut off, arguments of Python
 PARTS = """
 tests    140 -m pytest -q -m gpu tests
-200m     190 {gpu} 200m
-rows      30 {gpu} rows {demo}
+200m     180 {gpu} 200m
 plain     60 train.py {demo} --out_dir={out}/plain
-torchrun  60 -m torch.distributed.run --nproc_per_node=1 {gpu} train {demo} --out_dir={out}/torchrun
 fill      60 train.py {demo} --out_dir={out}/fill --teacher_cache=True
 read      60 train.py {demo} --out_dir={out}/read --teacher_cache=True
 eval      60 {gpu} eval {out}/plain --tasks=none --max_rows=64 --device={device}
@@ -48,21 +44,17 @@ whole    150 {gpu} whole
 loss     100 tools/bench.py --device={device} {sizes}
 """
 DEMO = "config/demo.py --methods=alra --max_steps=20 --schedule_steps=20 --warmup_steps=5 \
---val_max_rows=8 --device={device} --compile={compile} --data_dir={out}/data"
-RESULT = re.compile(r"\| |Self .* total|.*(passed|failed|skipped|Error|  loss )")
+--val_max_rows=8 --device={device} --compile={compile}"
 # part, student, method, chunk_positions, and what differs from train.py:
-#   no_wait  the host does not wait for the norm, so no late norm can gain more
 #   graph    the teacher's forward pass is a CUDA graph
 #   whole    the student's layers are compiled together, not one by one
 CASES = """
 200m  200m alra       2048 -
 200m  200m alra       512  -
 200m  200m alra       8192 -
-200m  200m alra       2048 no_wait
 200m  200m vanilla_kd 2048 -
 200m  200m vanilla_kd 512  -
 500m  500m alra       2048 -
-500m  500m alra       2048 no_wait
 500m  500m vanilla_kd 2048 -
 graph 200m alra       2048 -
 graph 200m alra       2048 graph
@@ -75,9 +67,8 @@ def arguments(argv) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default="out/gpu")
-    names = {"rows", "train", "eval", *re.findall(r"^\w+", CASES, re.M)}
-    parser.add_argument("part", nargs="?", choices=sorted(names))
+    parts = {"eval", *re.findall(r"^\w+", CASES, re.M)}
+    parser.add_argument("part", nargs="?", choices=sorted(parts))
     parser.add_argument("flags", nargs=REMAINDER)
     return parser.parse_args(argv)
 
@@ -86,12 +77,9 @@ if __name__ == "__main__":
     configure.check_flags(arguments)
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
-import prepare
 import train
-from lib import parallel
 from lib.device import machine_facts, pick_device
 from model import PRESETS, Qwen2
 from run.teacher import Teacher
@@ -102,10 +90,7 @@ waits = []  # seconds
 
 
 def run_parts(args):
-    """Run all parts, and write OUT/log.txt and OUT/results.txt."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / "log.txt"
-    with tempfile.TemporaryDirectory() as out, open(args.out / "results.txt", "a") as results:
+    with tempfile.TemporaryDirectory() as out:
         places = {
             "gpu": f"{__file__} --device={args.device}{' --tiny' * args.tiny}",
             "device": args.device,
@@ -116,20 +101,15 @@ def run_parts(args):
         for line in PARTS.format(demo=DEMO.format(**places), **places).strip().splitlines():
             name, limit, *command = line.split()
             began = time.perf_counter()
-            with log.open("ab") as file:
-                start = file.tell()
-                # `timeout` ends the processes that a part has started too
-                limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
-                command = ["timeout", "-k5", limit, sys.executable, *command]
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-            lines = filter(RESULT.match, log.read_bytes()[start:].decode().splitlines())
-            seconds = time.perf_counter() - began
-            print(f"\n{name}: exit code {code}, {seconds:.0f} s", *lines, sep="\n", file=results)
-            results.flush()
+            limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
+            # `timeout` ends the processes that a part has started too
+            code = subprocess.call(["timeout", "-k5", limit, sys.executable, "-u", *command])
+            print(f"{name}: exit code {code}, {time.perf_counter() - began:.0f} s\n", flush=True)
 
 
 def time_updates(part, tiny, device):
     """Print a table of the part's cases, and the kernels of one update of each."""
+    print(machine_facts(device))
     sizes = "--seq_len=512 --batch_rows=16 --micro_batch=16 --compile=True"
     if tiny:
         sizes = "--seq_len=32 --batch_rows=2 --micro_batch=2"
@@ -154,7 +134,6 @@ def time_updates(part, tiny, device):
     n_updates = 1 if tiny else 8
     for _ in range(3):
         for line, (update, first) in updates.items():
-            train.clip_gradients = clip_alone if "no_wait" in line else clip
             update()  # after those of another case
             waits.clear()
             seconds, mib = measure(update, device, n_updates)
@@ -173,30 +152,23 @@ def make_case(cfg, teacher, change):
     s = train.make_student(*cfg.methods, replace(cfg, compile=cfg.compile and change != "whole"))
     if change == "whole":
         s.model.hidden = torch.compile(s.model.hidden, dynamic=False)
-    generator = torch.Generator(cfg.device)
+    torch.manual_seed(0)
+    shape = (cfg.batch_rows, cfg.seq_len + 1)
+    ids = torch.randint(s.model.config.vocab_size, shape, device=cfg.device)
+    x = ids[:, :-1].contiguous()
     hidden = teacher.hidden
-
-    def rows():
-        while True:  # drawn on the device, as a copy would make the host wait
-            shape = (cfg.batch_rows, cfg.seq_len + 1)
-            n_vocab = s.model.config.vocab_size
-            ids = torch.randint(n_vocab, shape, generator=generator, device=cfg.device)
-            x = ids[:, :-1].contiguous()
-            yield x, ids[:, 1:], x.numel(), hidden(x)
-
-    stream = rows()
-    update = partial(train.update, [s], teacher, stream, 0, cfg)
-    if change == "graph" and cfg.device != "cpu":
-        x, *_ = next(stream)
+    if change == "graph" and x.is_cuda:
         hidden = torch.cuda.make_graphed_callables(hidden, (x,))
-    generator.manual_seed(0)
+    stream = ((x, ids[:, 1:], x.numel(), hidden(x)) for _ in itertools.count())
+    update = partial(train.update, [s], teacher, stream, 0, cfg)
     for _ in range(3):
         update()
-    loss = s.totals()["loss"] / (3 * cfg.batch_rows * cfg.seq_len)
+    loss = s.totals()["loss"] / (3 * x.numel())
     return update, f"{loss:.6f} | {s.gnorm:.5f}"
 
 
 def clip(*inputs):
+    """Clip as training does, and time how long the host waits for the norm."""
     norm = clip_gradients(*inputs)
     began = time.perf_counter()
     norm = norm.cpu()
@@ -204,56 +176,24 @@ def clip(*inputs):
     return norm
 
 
-def clip_alone(*inputs):
-    clip_gradients(*inputs)
-    return torch.ones(())  # on the CPU, where `update` reads it
-
-
-def write_rows(*flags):
-    """Write rows of Python's standard library, without `datasets`."""
-
-    class Documents(list):
-        state_dict = dict  # nothing resumes from it
-
-    files = sorted(Path(os.__file__).parent.glob("[a-h]*.py"))
-    records = [({"text": file.read_text()}, "text", "") for file in files]
-    source = Documents({"stored": pickle.dumps(record)} for record in records)
-    prepare.open_source = lambda cfg: (source, [])
-    prepare.main(flags)
-
-
-def train_in_group(*flags):
-    """Train in a process group of one, and sum gradients in it, as several processes do."""
-    device = pick_device(configure.load(flags).device)
-    parallel.start(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    parallel.sum_in_place = lambda tensors: [dist.all_reduce(t) for t in tensors]
-
-    def sum_and_clip(parameters, max_norm):
-        parallel.sum_gradients(parameters)
-        return clip_gradients(parameters, max_norm)
-
-    train.clip_gradients = sum_and_clip
-    train.main(flags)
-
-
-def score(*words):
+def score(flags):
     """Run eval.py without lm-eval, which only tasks need."""
     absent = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
     sys.modules |= dict.fromkeys(absent, SimpleNamespace(TemplateLM=object))
     import eval as ev
 
-    ev.main(words)
+    ev.main(flags)
 
 
 def main(argv):
     args = arguments(argv)
-    device = pick_device(args.device)
-    if not args.part:
-        return run_parts(args)
-    print(machine_facts(device))
-    own = {"rows": write_rows, "train": train_in_group, "eval": score}
-    own.get(args.part, partial(time_updates, args.part, args.tiny, device))(*args.flags)
+    if args.part == "eval":
+        score(args.flags)
+    elif args.part:
+        train.clip_gradients = clip
+        time_updates(args.part, args.tiny, pick_device(args.device))
+    else:
+        run_parts(args)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def read_weights(model, folder):
 
     A bias that the decoder lacks must be zero. A `llama` with `attention_bias` has one on the
     attention's output. Some writers store a tied head in place of the embedding, or as well: then
-    both must be equal. A decoder that was saved without its head lacks the prefix `model.`.
+    both must be equal.
     """
     targets = model.state_dict()
     missing = set(targets)
@@ -232,8 +232,8 @@ def read_weights(model, folder):
         for key in keys:
             with safe_open(file, "pt") as tensors:  # anew, or all that was read stays in memory
                 source = tensors.get_tensor(key)
-            name = f"model.{key}" if f"model.{key}" in targets else key
-            if name == "lm_head.weight" and name not in targets:
+            name = key
+            if key == "lm_head.weight" and key not in targets:
                 name = "model.embed_tokens.weight"
             if name in missing:
                 copy_weight(source, targets[name], f"{file}: {name}")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-import safetensors.torch
 import tokenizers
 import torch
 import torch._dynamo.testing
@@ -98,14 +97,6 @@ def test_students_come_from_the_seed_alone():
     assert weights_hash(demo) != weights_hash(init_student("demo", seed=5))
 
 
-def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
-    AutoModelForCausalLM.from_pretrained(folder).model.save_pretrained(folder)
-    assert "layers.0.mlp.up_proj.weight" in safetensors.torch.load_file(
-        folder / "model.safetensors"
-    )
-    assert weights_hash(load(folder)) == weights_hash(random_model(SMALL))
-
-
 def test_a_second_head_is_read_where_it_changes_nothing(folder):
     file = folder / "model.safetensors"
     world.tensor(file, "lm_head.weight", 't["model.embed_tokens.weight"].clone()')
@@ -185,6 +176,9 @@ def with_qwens_splits(nfc=False, bos=None):
     return tokenizer
 
 
+# of tokenizer_config.json, in transformers 4 too
+KNOWN_KEYS = {"eos_token", "bos_token", "unk_token", "pad_token", "tokenizer_class"}
+KNOWN_KEYS |= {"clean_up_tokenization_spaces", "model_input_names"}
 # tokenizer, and the kind of model that its folder must name
 TOKENIZERS = {
     "demo": (lambda: load_tokenizer(DEMO), "llama"),
@@ -210,12 +204,9 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     assert weights_hash(load(tmp_path)) == weights_hash(model)
     config = read_json(tmp_path / "config.json")
     assert config["model_type"] == kind
-    kept = read_json(tmp_path / "tokenizer_config.json")  # no more than transformers 4 knows
-    assert kept.pop("tokenizer_class") == "PreTrainedTokenizerFast"
-    assert not kept.pop("clean_up_tokenization_spaces")
-    assert kept.pop("model_input_names") == ["input_ids", "attention_mask"]
-    assert {"eos_token", "bos_token"} <= set(kept)  # config.json has its id; CTranslate2 reads both
-    assert set(kept) <= {"eos_token", "bos_token", "unk_token", "pad_token"}
+    kept = read_json(tmp_path / "tokenizer_config.json")
+    assert kept["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert {"eos_token", "bos_token"} <= kept.keys() <= KNOWN_KEYS
     assert config["eos_token_id"] == tokenizer.eos_token_id
     bos = tokenizer.bos_token_id
     assert config["bos_token_id"] == (tokenizer.eos_token_id if bos is None else bos)
@@ -350,15 +341,10 @@ def test_the_block_mask_of_a_gpu_is_the_mask_of_a_cpu(monkeypatch):
 # --- lib/torch_setup.py: vector functions are right from their first call on
 
 
-def test_an_import_calls_every_function_that_torch_takes_from_mkl(monkeypatch):
+def test_the_vector_functions_are_those_that_torch_takes_from_mkl():
     header = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"
     names = re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.M)
-    assert len(names) > 10
-    calls = set()
-    for name in names:
-        monkeypatch.setattr(torch, name, lambda x, name=name: calls.add((name, x.dtype, len(x))))
-    importlib.reload(lib.torch_setup)
-    assert calls == {(name, x, 8) for name in names for x in (torch.float32, torch.float64)}
+    assert sorted(names) == lib.torch_setup.VECTOR_FUNCTIONS.split()
 
 
 def test_fp32_products_and_convolutions_do_without_tf32_on_a_gpu():
@@ -433,7 +419,3 @@ def test_a_field_of_ones_own_is_saved_and_read_again(tmp_path, monkeypatch):
     shape = WithRank(16, 24, 1, 2, 1, vocab_size=61, rank=2)
     init_student(shape).save_pretrained(tmp_path / "own")
     assert load_config(tmp_path / "own") == shape
-    older = read_json(tmp_path / "own/config.json")
-    del older["rank"]
-    write_json(tmp_path / "own/config.json", older)
-    assert load_config(tmp_path / "own").rank == 4

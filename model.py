@@ -43,7 +43,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lib import parallel
 from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
-from lib.hf import find_folder, read_weights, save_folder
+from lib.hf import MERGE, find_folder, read_weights, save_folder
 from lib.settings import NonNegativeInt, Positive, PositiveInt, check_fields
 from lib.torch_setup import mend_compiler
 
@@ -119,10 +119,19 @@ class Qwen2Config:
         check_fields(self)
         d = self.hidden_size
         h = self.num_attention_heads
+        g = self.num_key_value_heads
         if self.head_dim is None:
             if d % h:
                 raise UserError(f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
             object.__setattr__(self, "head_dim", d // h)
+        if h % g:
+            raise UserError(
+                f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs"
+            )
         if self.rope_scaling:
             scaling = {"rope_type": "llama3"} | self.rope_scaling  # as transformers needs it
             object.__setattr__(self, "rope_scaling", scaling)
@@ -602,10 +611,10 @@ def config_file(name) -> Path:
     """Return the config.json of a model's folder or a hub id."""
     file = find_folder(name) / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"{name}: no model/ in it, and no config.json; expected a model's folder, such as "
-            "out/NAME/METHOD"
-        )
+        expected = "expected a model's folder, such as out/NAME/METHOD"
+        if file.with_name("adapter_config.json").is_file():
+            expected = MERGE
+        raise UserError(f"{name}: no model/ in it, and no config.json; {expected}")
     return file
 
 

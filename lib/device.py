@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from lib.errors import UserError
+from lib import parallel
+from lib.errors import UserError, note
 from lib.files import text_hash
 from lib.source import ROOT
 
@@ -117,6 +118,8 @@ def git_commit() -> str | None:
     edits = run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
     if edits:
         commit += f"+{text_hash(edits)[:12]}"
+    if not commit and parallel.rank() == 0:
+        note("no commit is recorded: git finds no repository of this project alone")
     return commit or None
 
 

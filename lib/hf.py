@@ -22,6 +22,7 @@ from lib.errors import UserError, first_line
 from lib.files import atomic_folder, read_json, reading, text_hash, write_json
 from lib.tokens import check_tokenizer
 
+MERGE = "merge the adapter with its model, and save that"
 HUB_FILES = (
     "config.json",
     "*.safetensors",
@@ -134,6 +135,11 @@ def save_tokenizer(folder, tokenizer):
     write_json(Path(folder) / "tokenizer_config.json", facts)
 
 
+def generation_ids(tokenizer) -> dict[str, int]:
+    """Return the ids that generation needs, by the keys of generation_config.json."""
+    return special_ids(tokenizer) | {"pad_token_id": tokenizer.eos_token_id}
+
+
 def special_ids(tokenizer) -> dict[str, int]:
     """Return the ids of the tokenizer's BOS and EOS, by the keys of config.json."""
     eos = tokenizer.eos_token_id
@@ -209,6 +215,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         if tokenizer is not None:
             save_tokenizer(new, tokenizer)
             facts |= special_ids(tokenizer)
+            write_json(new / "generation_config.json", generation_ids(tokenizer))
         facts |= {key: value for key, value in shape.items() if value is not None}
         if kind != "qwen2":
             facts["attention_bias"] = bias
@@ -273,7 +280,9 @@ def weight_files(folder) -> list[Path]:
         shards = set(read_json(index, ["weight_map"], "download it again")["weight_map"].values())
         return [folder / Path(shard).name for shard in sorted(shards)]
     remedy = "expected it, or model.safetensors.index.json with the shards that it names"
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+    if (folder / "adapter_config.json").exists():
+        remedy = MERGE
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         remedy = "convert the pickle, which can run code, to safetensors"
     raise UserError(f"{folder}: no model.safetensors; {remedy}")
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
+from model import config_file
 from run.provenance import as_in_file
 from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
@@ -38,7 +39,11 @@ class Checkpoint(NamedTuple):
     def encode(self, text) -> list[int]:
         """Return the ids of a text, after the token that starts a document."""
         first = self.tokenizer.eos_token_id if self.bos is None else self.bos
-        return [first, *self.tokenizer.encode(text, add_special_tokens=False)]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        for i, token in self.tokenizer.added_tokens_decoder.items():
+            if token.special and i in ids:
+                note(f"{self.name}: {token.content!r} is one token here, plain text in training")
+        return [first, *ids]
 
     def load(self, dtype, device, rows=None) -> Teacher:
         return load_teacher(self.folder, dtype, device, rows=rows)
@@ -51,6 +56,7 @@ def open_checkpoint(name) -> Checkpoint:
     that the facts of training beside it describe.
     """
     folder = find_folder(name)
+    config_file(name)  # which must be there
     student = folder.parent
     run = training_facts(folder)
     if not run:

@@ -27,6 +27,7 @@ from lib.head import OutputHead, soft_cap
 from lib.hf import (
     all_finite,
     find_folder,
+    generation_ids,
     save_tokenizer,
     special_ids,
 )
@@ -34,6 +35,8 @@ from model import Qwen2, config_file, is_near
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
+# Causal masks that GPT-2, GPT-Neo and GPT-J used to save; none of them has a bias of that name.
+MASKS = (".attn.bias", ".attn.attention.bias", ".masked_bias")
 PAD = 8  # columns that a head with a bias has more, since products are fast at multiples of 8
 
 
@@ -183,7 +186,7 @@ class Foreign(nn.Module):
         with torch.device("meta"):  # training may go on with this model in another thread
             model = self.config.build(dtype)
         model.config.get_text_config().update(special_ids(tokenizer))
-        model.generation_config.update(**special_ids(tokenizer))
+        model.generation_config.update(**generation_ids(tokenizer))
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
             save_tokenizer(new, tokenizer)
@@ -232,7 +235,7 @@ def read_foreign(name, dtype, device):
             output_loading_info=True,
         )
     # transformers ignores tensors for which it has no place
-    more = info["unexpected_keys"]
+    more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
     if more:
         raise UserError(
             f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"

@@ -141,6 +141,7 @@ SHORT = f"{OTHER}/config.json max_position_embeddings=8"
 ADDS_BOS = f'{OTHER}/tokenizer_config.json add_bos_token=true bos_token="<|endoftext|>"'
 OTHER_ID = f"{OTHER}/tokenizer_config.json "
 OTHER_ID += 'added_tokens_decoder={"7":{"content":"<|endoftext|>"}}'
+ADAPTER = "cp -r teacher other; cd other; mv config.json adapter_config.json"
 OTHER_EVAL = EVAL.replace("run/alra", "other")
 OTHER_SAMPLE = SAMPLE.replace("run/alra", "other")
 COMMANDS = rf"""
@@ -205,6 +206,7 @@ teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => rm {WEIGHTS} => teacher: no model.safetensors
 {NEW} => truncate -s -100 {WEIGHTS} => {WEIGHTS}: cannot be used
 {NEW} => rm {WEIGHTS}; touch teacher/pytorch_model.bin => no model.safetensors; convert the pickle
+{NEW} => rm {WEIGHTS}; touch teacher/adapter_config.json => safetensors; merge the adapter
 {NEW} => tensor {WEIGHTS} {NORM} x*float("nan") => {WEIGHTS}: {NORM} .*finite
 {NEW} => tensor {WEIGHTS} {NORM} None => teacher: missing tensor {NORM}
 {NEW} => tensor {WEIGHTS} more torch.ones(1) => {WEIGHTS}: .*more
@@ -239,6 +241,8 @@ mask_documents=True: student is computed by transformers
 {OTHER_SAMPLE} => {ADDS_BOS} => add_bos_token is True in tokenizer_config.json, but
 {OTHER_EVAL} => {OTHER_ID} => give '<\|endoftext\|>' the id 7, but it is loaded with
 {NEW} --teacher=other => {OTHER_ID} => give '<\|endoftext\|>' the id 7, but it is loaded with
+{OTHER_EVAL} => {ADAPTER} => merge the adapter with its model, and save that
+{NEW} --teacher=other => {ADAPTER} => merge the adapter with its model, and save that
 {EVAL} => fill val 4294967295 => the chosen held-out rows have no targets; choose others
 {NEW} --data_dir=data,b => cp -r data b => data,b: two folders hold the same rows
 {NEW} --data_dir=data,b => cp -r data b then set b/train.json val_share=0.5 sha256="b" => \
@@ -309,6 +313,7 @@ tokenizer: decoder .*WordPiece.*: expected a byte-level one
 unexpected keyword argument 'txt'; expected a dict of name, share; text, con
 {NEW} => set data/val.json tokenizer_sha256="x" => data: tokenizer_sha256 differs in train.json
 {NEW} => set data/val.json eos_id=3 => data: eos_id differs in train.json and val.json
+{NEW} => set student/config.json num_key_value_heads=3 => num_key_value_heads=
 {NEW} => set student/config.json max_position_embeddings=8 => student=student supports 8 positions
 {NEW} => set teacher/config.json max_position_embeddings=8 => teacher=teacher supports 8 positions
 {NEW} => set teacher/config.json hidden_size="x" => hidden_size='x': expected int
@@ -634,6 +639,11 @@ def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
     names = [json.loads(x)["name"] for x in output.out.splitlines() if x.startswith("{")]
     assert names == ["run/alra", "teacher"] and "\nProtocol" in output.out
     assert output.err.endswith("UserError: new/results.jsonl: full\n")
+
+
+def test_a_special_token_in_a_prompt_is_told(folder, capsys):
+    assert run(f"{SAMPLE} --prompt 'x<|endoftext|>'") == 0
+    assert "'<|endoftext|>' is one token here, plain text in training" in capsys.readouterr().err
 
 
 def test_a_students_folder_has_a_page_about_it(folder):

@@ -419,3 +419,19 @@ def test_a_field_of_ones_own_is_saved_and_read_again(tmp_path, monkeypatch):
     shape = WithRank(16, 24, 1, 2, 1, vocab_size=61, rank=2)
     init_student(shape).save_pretrained(tmp_path / "own")
     assert load_config(tmp_path / "own") == shape
+
+
+def test_a_saved_student_generates_and_a_batch_padded_on_the_left_equals_single_rows(tmp_path):
+    shape = Qwen2Config(8, 16, 1, 2, 2, vocab_size=259)
+    world.make_model(shape).save_pretrained(tmp_path, world.make_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.generation_config.pad_token_id == 0
+
+    def generated(texts):
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        ids = model.generate(**inputs, do_sample=False, min_new_tokens=5, max_new_tokens=5)
+        return ids[:, -5:].tolist()
+
+    texts = ["a long one", "b"]
+    assert generated(texts) == [*generated(texts[:1]), *generated(texts[1:])]

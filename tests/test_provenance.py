@@ -299,7 +299,7 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
     assert torch.equal(loss, expected)  # alone it has tau 0.5
 
 
-def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monkeypatch):
+def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monkeypatch, capsys):
     """Not one around it, nor one that the environment names. Edits mark it."""
     if not shutil.which("git"):
         pytest.skip("needs git")
@@ -317,4 +317,6 @@ def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monke
         monkeypatch.setattr(device, "ROOT", tmp_path / "project")
         device.git_commit.cache_clear()
         assert device.git_commit() is None
+    device.git_commit()
     device.git_commit.cache_clear()
+    assert capsys.readouterr().err.count("no commit is recorded") == 2

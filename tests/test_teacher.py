@@ -382,6 +382,22 @@ def test_a_model_that_does_not_fit_is_refused(family, keys, changes, message, ma
         load(folder)
 
 
+MASKED = read_table("""
+bias => gpt2 => {}
+attention.bias => gpt_neo => {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+""")
+
+
+@pytest.mark.parametrize(("mask", "family", "keys"), MASKED)
+def test_masks_that_old_checkpoints_hold_are_left_out(mask, family, keys, make):
+    folder = make(family, json.loads(keys))
+    file = f"{folder}/model.safetensors"
+    tensor(file, f"transformer.h.0.attn.{mask}", "torch.ones(1, 1, 64, 64).tril()")
+    tensor(file, "transformer.h.0.attn.masked_bias", "torch.tensor(-1e4)")
+    teacher = load(folder)
+    check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
+
+
 SPOILED = read_table(r"""
 lm_head => None => missing tensor lm_head
 model.embed_tokens => torch.cat((x[:-1], x[-1:] * torch.nan)) => embed_tokens.weight is not finite

@@ -7,7 +7,6 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +15,16 @@ import pandas as pd
 from lib.errors import UserError
 from lib.metrics import reference_text
 from lib.source import edited
-from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
+from lib.stats import FIGURES, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
-from run.paper_numbers import LAYOUT, NAMES, UPDATES, paper_rows
+from run.paper_numbers import NAMES, UPDATES, paper_rows
 from run.provenance import record_changes
-from run.results import left_out, read_results, students_of
+from run.results import read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.
 VARIES = ("methods", "hyper", "moving", "source", "shape")
 PER_SEED = ("seed", "init_sha256", "order_sha256")
 OLDER = ("code", "objective", "state")  # of older versions: hashes of code
-FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles of first tables
 
 
 def check_comparable(results):
@@ -62,26 +60,21 @@ def check_comparable(results):
 # --- tables
 
 
-def tabulate(paths, reference="pretrain", metric="acc") -> str:
-    """Return the tables of folders with results, as Markdown, and name students without any."""
-    folders = students_of(paths, read_results)
+def tabulate(paths, reference, metric) -> str:
+    """Return the tables of folders with results, as Markdown."""
     results = []
-    for folder in folders:
+    for folder in students_of(paths, read_results):
         found = read_results(Path(folder))
         if not found:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found
-    text = tables_of(results, reference, metric)
-    missing = left_out(paths, folders)
-    if missing:
-        text += f"\nLeft out, as they have no results: {', '.join(missing)}.\n"
-    return text
+    return tables_of(results, reference, metric)
 
 
-def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
+def tables_of(results: list[dict], reference, metric) -> str:
     """Return the tables of each kind of results and protocol.
 
-    reference  the method that gains are measured from; some of the paper's tables have their own
+    reference  the method that differences are measured from
     metric     "acc", or "acc_norm" for the tasks that have it
     """
     methods = {method_of(x) for x in results}
@@ -98,8 +91,7 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
             title = f"## Held-out rows {first['protocol'].get('rows')}"
             lines += [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
         else:
-            for title, start, names in layouts(kind, rows.index.unique(0), reference):
-                lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
+            lines += accuracies(first, rows, reference, metric)
         edits = edit_lines(students.values(), "run")
         lines += [f"Protocol: {protocol}.", *edits, ""]
     return "\n".join(lines)
@@ -160,23 +152,6 @@ def grid(table: pd.DataFrame) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
-def for_screen(text: str) -> str:
-    """Return text with the columns of its Markdown tables aligned if it goes to a terminal."""
-    if not sys.stdout.isatty():
-        return text
-    lines = []
-    for is_table, group in itertools.groupby(text.split("\n"), lambda line: line.startswith("|")):
-        if is_table:
-            columns = []
-            for cells in zip(*(line[2:-2].split(" | ") for line in group), strict=True):
-                width = max(map(len, cells))
-                pad = str.rjust if columns else str.ljust
-                columns.append([pad(cell, width) for cell in cells])
-            group = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
-        lines += group
-    return "\n".join(lines)
-
-
 def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """Return mean and interval of each method as text, a column for each figure.
 
@@ -185,7 +160,7 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """
     table = {}
     for key, c in columns.items():
-        e = estimate(by_seed(students, key, c))
+        e = estimate(c.factor * students[key].unstack("method", sort=False))
         if f"{key}_half" in students:
             halves = students[f"{key}_half"].astype(float).groupby("method").first()
             e["half"] = e["half"].fillna(c.factor * halves)
@@ -197,89 +172,52 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def by_seed(students: pd.DataFrame, key, column) -> pd.DataFrame:
-    """Return one figure [seeds, methods] in the unit that is printed."""
-    return column.factor * students[key].unstack("method", sort=False)
-
-
-def caption(counts) -> str:
-    if counts.max() == 1:
-        return "One seed each."
-    n = counts.max() if counts.nunique() == 1 else "n"
-    return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
-
-
-def layouts(split, methods, reference) -> list[tuple]:
-    """Return title, reference and rows of the paper's tables that have results.
-
-    Methods of no other table are in the first one.
-    """
-    ablations = LAYOUT[split]
-    elsewhere = {*itertools.chain(*ablations.values())} - {"alra"}
-    tables = [(FIRST[split], reference, methods.difference(elsewhere, sort=False))]
-    for title, names in ablations.items():
-        tables.append((title, names[0], [m for m in names if m in methods]))
-    # a table of ALRA alone only if there is no other
-    return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
-
-
-def accuracies(title, first, rows, reference, metric) -> list[str]:
-    """Return a table of the tasks that every row has, with their average and its gain.
-
-    The paper's row of a method follows ours.
+def accuracies(first, rows, reference, metric) -> list[str]:
+    """Return tables of the tasks that every row has, with their average, and the paper's numbers.
 
     first  one of the results; its split, shape and step are those of all
     rows   method, seed -> scores by task
     """
     split = first["kind"]
+    suite = SUITES[split]
     rows = rows.dropna(axis=1)
-    tasks = [task for task in SUITES[split] if task in rows]
+    tasks = [task for task in suite if task in rows]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
-    n_tasks = len(SUITES[split])
-    average = "Avg." if len(tasks) == n_tasks else f"Avg. ({len(tasks)} of {n_tasks})"
+    average = "Avg." if len(tasks) == len(suite) else f"Avg. ({len(tasks)} of {len(suite)})"
     accs[average] = accs.mean(axis=1)
-    ours = means(accs, {heading: Column(heading, +1, 1, 2) for heading in accs})
-    averages = accs[average].unstack("method", sort=False)
-    gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
-    ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
-    what = "accuracy in %"
-    paper = paper_rows(first["run"].get("student"), split, reference, tasks)
-    if metric != "acc":
-        what += f", {metric} where a task has it"
-        paper = paper[:0]
-    lines = []
-    for m, row in ours.iterrows():
-        lines.append((NAMES.get(m, m), *row))
-        lines += [("*paper*", *cells) for cells in paper[paper.index == m].values]
-    table = pd.DataFrame(lines, columns=["", *ours]).set_index("")
-    counts = averages.count()
-    notes = [caption(counts)]
-    if counts.nunique() > 1:
-        notes.append(f"n: {', '.join(f'{m} {n}' for m, n in counts.items())}.")
+    columns = {heading: Column(heading, +1, 1, 2) for heading in accs}
+    norm = ", acc_norm where a task has it" if metric == "acc_norm" else ""
+    lines = figure_tables(f"## Accuracy in %{norm}, {split}", accs, reference, columns)
     for task in tasks:
         scores = rows[task].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
             items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
-            notes.append(f"{COLUMNS[task]}: {items}.")
-    if len(table) > len(ours):
-        step = first["run"]["step"]
-        notes.append(f"Ours after {step:,} updates, the paper's after {UPDATES[split]:,}.")
-    return [f"{title}: {what}, {split}", "", *grid(table), "", *notes, ""]
+            lines.append(f"{COLUMNS[task]}: {items}.")
+    paper = paper_rows(first["run"].get("student"), split, tasks).set_axis([*accs], axis=1)
+    paper = paper.loc[rows.index.unique(0).intersection(paper.index, sort=False)]
+    if len(paper):
+        updates = f"{UPDATES[split]:,} updates (ours: {first['run']['step']:,})"
+        lines += ["", f"The paper's acc, after {updates}:", "", *grid(paper)]
+    return [*lines, ""]
 
 
-def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
-    """Return a table of figures over held-out rows, and one of differences to `reference`.
+def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> list[str]:
+    """Return a table of figures, and one of differences to `reference`.
 
     students  method, seed -> figures
     """
     known = students.dropna(axis=1)
-    columns = {key: c for key, c in FIGURES.items() if key in known}
+    columns = {key: c for key, c in columns.items() if key in known}
     table = means(students, columns)
     counts = students.groupby("method", sort=False).size()
-    note = caption(counts)
+    n = counts.max()
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
+        n = "n"
+    note = f"Mean and 95 % interval over {n} seeds; **best**, *second*."
+    if n == 1:
+        note = "One seed each."
     if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
@@ -293,7 +231,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
     table = pd.DataFrame()
     both = []  # of each difference that excludes 0 over seeds: whether it does over documents
     for key, c in columns.items():
-        values = by_seed(students, key, c)
+        values = c.factor * students[key].unstack("method", sort=False)  # [seeds, methods]
         e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
         for m, (n, mean, half, _) in e.iterrows():
@@ -347,8 +285,5 @@ def scored_on(facts) -> list[str]:
         teacher = f"teacher: {facts['teacher']} ({ce})"
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
     if "documents" in facts:
-        n_documents = np.count_nonzero(facts["documents"]["n"])
-        on += f" of {n_documents} documents"
-        if n_documents < MIN_PARTS:
-            on += ", too few for an interval"
+        on += f" of {np.count_nonzero(facts['documents']['n'])} documents"
     return [f"{on}; {teacher}.", f"{reference_text(facts)}."]

@@ -48,7 +48,7 @@ def arguments(argv) -> argparse.Namespace:
     add("--max_length", type=int, default=512, help="longer requests lose their beginning")
     add("--out", help="folder; default: the student's, out/eval/NAME for other models")
     add("--table", action="store_true", help="only print the tables of earlier results")
-    add("--reference", default="pretrain", help="method that a table's gains start from")
+    add("--reference", default="pretrain", help="method that differences start from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
     args = p.parse_args(argv)
     args.names = choose_tasks(args.tasks, args.split)

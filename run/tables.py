@@ -1,4 +1,4 @@
-"""Tables of results in the paper's form, with its numbers beside ours.
+"""Tables of results, with the numbers of the paper below ours.
 
 eval.py prints those of what it has just scored; `eval.py --table` prints those of earlier results.
 Several seeds of a method make one row with mean and 95 % interval. A table only holds rows that can

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import configure
 from lib.errors import UserError, note
-from lib.tasks import SUITES, OpenTask, choose_tasks, open_task
+from lib.tasks import NO_STORYCLOZE, SUITES, OpenTask, choose_tasks, open_task
 
 
 def arguments(argv) -> argparse.Namespace:
@@ -33,9 +33,10 @@ def arguments(argv) -> argparse.Namespace:
     add(
         "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
     )
-    add("--tasks", default="all", help="all (but storycloze_2016), none, or names with commas")
+    add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
     add("--data_dir", help="folder with items as TASK/SPLIT.jsonl; default: the hub")
+    add("--storycloze", help="your copy of StoryCloze: the CSV of its authors")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
     add("--limit", type=int, help="first N items of each task")
     add("--rows", help="folder with val.bin, or none; default: the run's data_dir")
@@ -52,7 +53,7 @@ def arguments(argv) -> argparse.Namespace:
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
     args = p.parse_args(argv)
     args.names = choose_tasks(args.tasks, args.split)
-    for key, least in {"limit": 2, "max_rows": 1}.items():
+    for key, least in {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}.items():
         value = getattr(args, key)
         if value is not None and value < least:
             raise UserError(f"--{key} {value}: expected at least {least}")
@@ -70,7 +71,7 @@ from torch import Tensor
 
 from lib import metrics
 from lib.device import machine_facts, pick_device
-from lib.files import append_line, for_json, text_hash
+from lib.files import append_line, for_json, text_hash, writing
 from lib.rows import PAD, Rows, read_manifest
 from lib.source import hashes, loaded_sources
 from lib.stats import half_interval
@@ -90,10 +91,15 @@ def score(args):
         torch.cuda.set_device(device)  # kernels of extensions run on the current card
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
     names = args.names
+    if args.tasks == "all" and "storycloze_2016" in names and not args.storycloze:
+        names.remove("storycloze_2016")
+        note(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     tasks = {}
+    if names and not args.data_dir:  # which may take minutes to fail
+        note("asks the hub for the items of tasks; without a network: --tasks none")
     for name in names:
-        tasks[name] = open_task(name, args.split, args.data_dir, args.any_items)
+        tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     if not names and not data_dir:
@@ -103,17 +109,22 @@ def score(args):
     for c in checkpoints:
         if names and args.max_length > c.context:
             raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
-        c.results.mkdir(parents=True, exist_ok=True)
+        file = c.results / "results.jsonl"
+        with writing(file):  # before anything is computed
+            c.results.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+            if not file.stat().st_size:
+                file.unlink()
     results = []
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if tasks:
         for c in checkpoints:
             results += score_tasks(c, tasks, args, device)
-    from run.tables import tables_of  # imports pandas, which takes a second
+    from run.tables import for_screen, tables_of  # imports pandas, which takes a second
 
     try:
-        print(tables_of(results, args.reference, args.metric))
+        print(for_screen(tables_of(results, args.reference, args.metric)))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     for result in results:
@@ -137,7 +148,10 @@ def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list
     }
     results = []
     for name, task in tasks.items():
-        scores = benchmark(scorer, name, task, args)
+        try:
+            scores = benchmark(scorer, name, task, args)
+        except UserError as error:
+            raise UserError(f"{name}: {error}; --tasks can leave out the task") from error
         results.append(write(args.split, {name: scores}, protocol, {}, c, device))
     return results
 
@@ -437,11 +451,16 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 def main(argv):
     args = arguments(argv)
     if args.table:
-        from run.tables import tabulate
+        from run.tables import for_screen, tabulate
 
-        print(tabulate(args.paths, args.reference, args.metric))
+        print(for_screen(tabulate(args.paths, args.reference, args.metric)))
         return
-    score(args)
+    try:
+        score(args)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "out of memory: set a smaller --batch_tokens, or score fewer models at a time"
+        ) from error
 
 
 if __name__ == "__main__":

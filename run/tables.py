@@ -7,6 +7,7 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pandas as pd
 from lib.errors import UserError
 from lib.metrics import reference_text
 from lib.source import edited
-from lib.stats import FIGURES, Column, estimate, half_interval, holm, with_half
+from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.paper_numbers import NAMES, UPDATES, paper_rows
 from run.provenance import record_changes
@@ -152,6 +153,23 @@ def grid(table: pd.DataFrame) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
+def for_screen(text: str) -> str:
+    """Return text with the columns of its Markdown tables aligned if it goes to a terminal."""
+    if not sys.stdout.isatty():
+        return text
+    lines = []
+    for is_table, group in itertools.groupby(text.split("\n"), lambda line: line.startswith("|")):
+        if is_table:
+            columns = []
+            for cells in zip(*(line[2:-2].split(" | ") for line in group), strict=True):
+                width = max(map(len, cells))
+                pad = str.rjust if columns else str.ljust
+                columns.append([pad(cell, width) for cell in cells])
+            group = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
+        lines += group
+    return "\n".join(lines)
+
+
 def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """Return mean and interval of each method as text, a column for each figure.
 
@@ -187,6 +205,9 @@ def accuracies(first, rows, reference, metric) -> list[str]:
     average = "Avg." if len(tasks) == len(suite) else f"Avg. ({len(tasks)} of {len(suite)})"
     accs[average] = accs.mean(axis=1)
     columns = {heading: Column(heading, +1, 1, 2) for heading in accs}
+    methods = rows.index.unique(0)
+    if reference not in methods:  # ablations, whose differences are to the first one
+        reference = methods[0]
     norm = ", acc_norm where a task has it" if metric == "acc_norm" else ""
     lines = figure_tables(f"## Accuracy in %{norm}, {split}", accs, reference, columns)
     for task in tasks:
@@ -195,7 +216,7 @@ def accuracies(first, rows, reference, metric) -> list[str]:
             items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
             lines.append(f"{COLUMNS[task]}: {items}.")
     paper = paper_rows(first["run"].get("student"), split, tasks).set_axis([*accs], axis=1)
-    paper = paper.loc[rows.index.unique(0).intersection(paper.index, sort=False)]
+    paper = paper.loc[methods.intersection(paper.index, sort=False)]
     if len(paper):
         updates = f"{UPDATES[split]:,} updates (ours: {first['run']['step']:,})"
         lines += ["", f"The paper's acc, after {updates}:", "", *grid(paper)]
@@ -221,7 +242,7 @@ def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> 
     if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
-    if reference in counts and len(counts) > 1:
+    if reference in counts and len(counts) > 1 and columns:
         lines += differences(title, students, columns, reference)
     return lines
 
@@ -285,5 +306,8 @@ def scored_on(facts) -> list[str]:
         teacher = f"teacher: {facts['teacher']} ({ce})"
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
     if "documents" in facts:
-        on += f" of {np.count_nonzero(facts['documents']['n'])} documents"
+        n_documents = np.count_nonzero(facts["documents"]["n"])
+        on += f" of {n_documents} documents"
+        if n_documents < MIN_PARTS:
+            on += ", too few for an interval"
     return [f"{on}; {teacher}.", f"{reference_text(facts)}."]

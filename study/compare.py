@@ -279,7 +279,9 @@ def train(students: list[Config], out):
         sha = record_hash([record_of(s) for s in members])
         folder = out / f"runs/seed{seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{folder}")
-        if run("train.py", write_config(folder.with_suffix(".py"), shared)) == TRY_AGAIN:
+        code = run("train.py", write_config(folder.with_suffix(".py"), shared))
+        is_busy = code == 1 and not (folder / "exit.json").exists()
+        if is_busy or code == TRY_AGAIN:
             raise UserError(f"{folder}: not trained; see above, and run the same command later")
 
 

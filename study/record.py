@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import zstandard
 
 from configure import Config
+from lib.errors import UserError
 from lib.files import atomic_write, read_json
 from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
@@ -87,8 +88,15 @@ def read_student(end: Path) -> dict:
     if facts["made_by"].get("teacher_sha256"):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
     facts["log"] = read_log(folder)
-    ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
-    facts["val_ce"] = ces[-1] if ces else None
+    entries = [line for line in facts["log"] if "step" in line]
+    end = max((line["step"] for line in entries), default=None)
+    ces = {line["step"]: line["val_ce"] for line in entries if "val_ce" in line}
+    if "why" not in facts and end not in ces:  # a run ends with a validation
+        raise UserError(
+            f"{folder}/log.jsonl: lacks the last held-out CE; restore it, or delete "
+            f"{folder.parent}, and the same command trains it anew"
+        )
+    facts["val_ce"] = ces.get(end)
     return facts
 
 

@@ -690,3 +690,12 @@ def test_numbers_of_the_prose_come_from_records():
                 [round(float(x), n) for x in pair] for pair in (pairs if half else zip(alone))
             ]
             assert [float(x) for x in (value, half) if x] in rounded, f"{value} ± {half}"
+
+
+@pytest.mark.parametrize("log", [[], [{"step": 3, "val_ce": 3.0}, {"step": 6}]])
+def test_a_trial_whose_log_is_cut_or_gone_has_not_stopped(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    finished_run(tmp_path / "seed1_ab")
+    write_lines(tmp_path / "seed1_ab/alra@x/log.jsonl", log)
+    with refusal("log.jsonl: lacks the last held-out CE; restore it, or delete .*seed1_ab"):
+        record.read_student(tmp_path / "seed1_ab/alra@x/run.json")

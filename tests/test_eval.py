@@ -1,6 +1,7 @@
 """eval.py and lib/tasks.py: requests scored as by lm-eval's own backend, items checked, figures."""
 
 import copy
+import csv
 import dataclasses
 import json
 import re
@@ -94,12 +95,19 @@ def lengthen(value, rng, key=""):
     return value
 
 
-def write_items(folder, name, items):
-    world.write_jsonl(folder / name / f"{tasks.SUITES['heldout'][name].split}.jsonl", items)
+def write_items(folder, name, items, suite="heldout"):
+    """Write local items, those of StoryCloze with the headings of its authors."""
+    if name != "storycloze_2016":
+        world.write_jsonl(folder / name / f"{tasks.SUITES[suite][name].split}.jsonl", items)
+        return
+    with (folder / "stories.csv").open("w", newline="", encoding="utf-8-sig") as out:
+        writer = csv.writer(out)
+        writer.writerow(["InputStoryid", *tasks.STORY_FIELDS])
+        writer.writerows([i, *row.values()] for i, row in enumerate(items))
 
 
-def open_local(folder, name):
-    return tasks.open_task(name, "heldout", str(folder), any_items=True)
+def open_local(folder, name, suite="heldout"):
+    return tasks.open_task(name, suite, str(folder), f"{folder}/stories.csv", any_items=True)
 
 
 def items_of(task):
@@ -125,11 +133,13 @@ def student():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """All nine tasks in the layout of local files, 7 items each."""
+    """All nine tasks in the layout of local files, 7 items each and 5 in the validation sets."""
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
-    for name, (item, _) in PROMPTS.items():
-        write_items(folder, name, [lengthen(item, rng) for _ in range(7)])
+    for n, (suite, names) in zip((7, 5), tasks.SUITES.items(), strict=True):
+        for name in names:
+            item, _ = PROMPTS[name]
+            write_items(folder, name, [lengthen(item, rng) for _ in range(n)], suite)
     return folder
 
 
@@ -154,6 +164,15 @@ def score_ids(lm, requests):
 
 def score(command):
     ev.main(command.split())
+
+
+def test_out_of_memory_says_what_to_do(monkeypatch):
+    def score(args):
+        raise torch.OutOfMemoryError("CUDA")
+
+    monkeypatch.setattr(ev, "score", score)
+    with refusal("out of memory: set a smaller --batch_tokens"):
+        ev.main([str(STUDENT)])
 
 
 def bench(lm, name, folder):
@@ -304,6 +323,17 @@ def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
     assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
 
 
+def test_a_task_with_an_item_without_a_score_is_named(joined, data, tmp_path):
+    items = shutil.copytree(data, tmp_path / "items")
+    texts = [{"text": "rain on"}, {"text": "the cat saw the quiet boats"}]  # " on" has no token
+    write_items(items, "lambada_openai", texts)
+    flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
+    with refusal("lambada_openai: ' on' after 'rain' has no score.*--tasks can leave out"):
+        score(f"{joined} --tasks=arc_easy,lambada_openai {flags}")
+    (line,) = read_jsonl(tmp_path / "results.jsonl")
+    assert [*line["values"]] == ["arc_easy"]
+
+
 class Recorder(TemplateLM):
     """Scores a request by the length of its continuation, longest best; keeps what it was asked."""
 
@@ -325,6 +355,15 @@ def test_prompts_are_those_of_lm_eval(name, tmp_path):
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
     # the longest is right, and ties go to the first
     assert scores["acc"] == float(name != "lambada_openai")
+
+
+def test_two_sets_of_the_protocol(data):
+    for split, n in (("heldout", 7), ("validation", 5)):
+        names = tasks.SUITES[split]
+        assert tasks.choose_tasks("all", split) == [*names]
+        assert {len(items_of(open_local(data, name, split))) for name in names} == {n}
+    n_paper = {name: items.n_paper for name, items in names.items()}
+    assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
 
 @pytest.mark.parametrize("kind", ["made-up", pytest.param("real", marks=needs_shared)])
@@ -395,6 +434,7 @@ winogrande => "sentence": "Ann ran." => 1 => substring not found
 winogrande => "answer": "" => 1 => KeyError
 hellaswag => "label": "" => 1 => cannot be used .*invalid literal for int
 hellaswag => "ctx_b": 3 => 1 => cannot be used .*ArrowTypeError
+storycloze_2016 => "answer_right_ending": "" => 1 => cannot be used .*invalid literal for int
 """
 
 

@@ -58,6 +58,7 @@ GO_ON = "prepare.py cfg.py --data_dir=stopped"
 EVAL = "eval.py run/alra --tasks none --rows data --max_rows 4 --max_length 32 --device cpu"
 SCORE = "eval.py run/alra --tasks lambada_openai --data_dir items --max_length 32 --device cpu"
 PIQA = "eval.py run/alra --tasks=piqa --data_dir=items --any_items --max_length=32"
+STORIES = "eval.py run/alra --tasks=storycloze_2016 --data_dir=items --max_length=32"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
 BRANCH = f"{NEW} --methods=alra --resume_from={STEP}"
@@ -264,6 +265,9 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 items/piqa/validation.jsonl: cannot be used .*expected items of piqa
 {PIQA} => mkdir items/piqa; printf '{{"goal": "a"}}\n{{\n' > items/piqa/validation.jsonl => \
 items/piqa/validation.jsonl, line 2: cannot be used .JSONDecodeError
+{STORIES} => : => storycloze_2016: its authors give the items out on request
+{STORIES} --storycloze=a.csv => : => a.csv: cannot be used .FileNotFoundError
+{STORIES} --storycloze=a.csv => printf 'InputSentence1\n\351\n' > a.csv => a.csv: cannot be used
 {SAMPLE} => echo {{ > run/alra/run.json => run/alra/run.json: cannot be used
 {GO_ON} => echo {{ > stopped/prepare.state => stopped/prepare.state: cannot be used
 {GO_ON} => : > stopped/train.bin.tmp => stopped/train.bin.tmp:
@@ -622,7 +626,14 @@ def test_a_failed_checkpoint_is_told_at_once_with_its_cause_and_tried_again(
     assert world.saved(Path("new/alra"))[1:3] == ["step_00000006", "step_00000008"]
 
 
-def test_a_result_that_cannot_be_written_is_printed(folder, monkeypatch, capsys):
+def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(
+    folder, monkeypatch, capsys
+):
+    (folder / "new/results.jsonl").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ev, "score_rows", None)
+        assert run(f"{EVAL} --out new") == 1
+    shell("rm -r new")
     full = mock.Mock(side_effect=UserError("new/results.jsonl: full"))
     monkeypatch.setattr(ev, "append_line", full)
     assert run(EVAL.replace("alra", "alra teacher --out new")) == 1

@@ -214,7 +214,9 @@ def test_no_two_methods_look_alike():
 def test_budget_and_anchoring_count_by_hand(logged, drawn):
     plot.main([str(logged)])
     # a fixed budget has no distribution; `mine` has a histogram of untrained weights alone
-    (axis,) = drawn["budget.png"].axes
+    axis, only_step_0 = drawn["budget.png"].axes
+    assert set(lines(only_step_0)) == {"student: 100.0% below", "teacher: 40.0% below"}
+    assert "too few" in only_step_0.get_xlabel() and "too few" not in axis.get_xlabel()
     heights = {label: [y for _, y in points] for label, points in lines(axis).items()}
     assert heights == {
         "early: 50.0% below": pytest.approx([0, 0, 0, 4 / 13, 2 / 13, 3 / 13, 4 / 13]),

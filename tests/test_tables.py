@@ -180,6 +180,14 @@ scored.vocabulary="other" => vocabulary was .3., now .other
 """
 
 
+def test_columns_are_aligned_on_a_terminal_alone(monkeypatch):
+    text = "A line.\n\n|  | CE |\n| --- | --: |\n| alra | 10.5 |\n\n|  | b |\n| --- | --: |"
+    assert tables.for_screen(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    aligned = "A line.\n\n|      |   CE |\n| ---  |  --: |\n| alra | 10.5 |\n\n"
+    assert tables.for_screen(text) == aligned + "|     |   b |\n| --- | --: |"
+
+
 @pytest.mark.parametrize(("change", "named"), read_table(DIFFER))
 def test_what_cannot_be_compared(tmp_path, change, named):
     edit(fake(tmp_path / "x", "pretrain", ALL), 'scored.vocabulary="3"')
@@ -221,7 +229,7 @@ def test_the_newest_figures_count_and_take_nothing_from_earlier_ones(tmp_path):
     figures_of(tmp_path, 4.0, rows="other", documents=few)
     text = table_of(tmp_path)
     assert "| a | 4.0000 |" in text
-    assert "20 targets in 10 rows of 2 documents; no teacher." in text
+    assert "20 targets in 10 rows of 2 documents, too few for an interval; no teacher." in text
     figures_of(tmp_path, 3.0, weights="other", rows="other")
     assert "| a | 3.0000 |" in table_of(tmp_path)
 

@@ -206,10 +206,15 @@ def budget(logs) -> dict:
     """
     panels = {}
     for name, log in logs.items():
-        own = budgets_of(log, "histogram")[1:]  # the first is of untrained weights
+        own = budgets_of(log, "histogram")
         if own[..., :-1].any():
+            own = own[1:] if len(own) > 1 else own  # the first is of untrained weights
             tenth = -(-len(own) // 10)  # rounded up
             stages = {"early": own[:tenth], "late": own[-tenth:]}
+            note = ""
+            if len(own) == 1:
+                stages = {"student": own}
+                note = "\none histogram: too few to compare early and late"
             teacher = budgets_of(log, "teacher")
             if teacher.shape[1:] == own.shape[1:]:
                 stages["teacher"] = teacher
@@ -218,7 +223,7 @@ def budget(logs) -> dict:
                 counts = histograms.sum(0)
                 below = counts[:-1].sum()
                 lines[f"{stage}: {below / counts.sum():.1%} below"] = counts[:-1] / max(below, 1)
-            lines = pd.DataFrame(lines).rename_axis("local budget d_u, tokens")
+            lines = pd.DataFrame(lines).rename_axis(f"local budget d_u, tokens{note}")
             panels[name] = f"share of positions with d_u < {len(counts) - 1}", lines
     return panels
 
@@ -261,7 +266,9 @@ def draw_histograms(logs, out) -> list[str]:
             figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
             for i, (title, (label, lines)) in enumerate(panels.items(), 1):
                 axis = figure.add_subplot(n_rows, n_columns, i)
-                lines.plot(ax=axis, title=title[-40:], ylabel=label)
+                # a single point has no line
+                marker = "o" * (len(lines) == 1)
+                lines.plot(ax=axis, title=title[-40:], ylabel=label, marker=marker)
             save(figure, out / f"{name}.png")
             drawn.append(name)
     return drawn

@@ -16,6 +16,7 @@ Dimension key: B batch, T time, N positions, V vocabulary, D width.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 from importlib.metadata import version
@@ -46,15 +47,13 @@ def arguments(argv) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--batch_tokens", type=int, default=4096, help="per forward pass; affects speed and memory")
     add("--max_length", type=int, default=512, help="longer requests lose their beginning")
-    add("--log_samples", action="store_true", help="also write every item with its scores")
     add("--out", help="folder; default: the student's, out/eval/NAME for other models")
     add("--table", action="store_true", help="only print the tables of earlier results")
-    add("--reference", default="pretrain", help="method that a table's gains start from")
+    add("--reference", default="pretrain", help="method that differences start from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
     args = p.parse_args(argv)
     args.names = choose_tasks(args.tasks, args.split)
-    least_values = {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}
-    for key, least in least_values.items():
+    for key, least in {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}.items():
         value = getattr(args, key)
         if value is not None and value < least:
             raise UserError(f"--{key} {value}: expected at least {least}")
@@ -69,19 +68,17 @@ import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lib import metrics
 from lib.device import machine_facts, pick_device
-from lib.files import append_line, for_json, text_hash, write_lines, writing
-from lib.hf import find_folder
+from lib.files import append_line, for_json, text_hash, writing
 from lib.rows import PAD, Rows, read_manifest
 from lib.source import hashes, loaded_sources
 from lib.stats import half_interval
 from lib.tokens import token_bytes
 from lib.vocab import IGNORE
 from run.provenance import content_hash
-from run.results import left_out, students_of
+from run.results import has_model, students_of
 from run.saved_models import Checkpoint, check_content, open_checkpoint
 from run.teacher import Teacher, check_context, check_teacher, inherited, load_teacher
 from run.teacher_cache import open_cached, progress
@@ -105,19 +102,19 @@ def score(args):
         tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
+    if not names and not data_dir:
+        raise UserError(
+            "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
+        )
     for c in checkpoints:
+        if names and args.max_length > c.context:
+            raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
         file = c.results / "results.jsonl"
         with writing(file):  # before anything is computed
             c.results.mkdir(parents=True, exist_ok=True)
             file.open("a").close()
             if not file.stat().st_size:
                 file.unlink()
-        if names and args.max_length > c.context:
-            raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
-    if not names and not data_dir:
-        raise UserError(
-            "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
-        )
     results = []
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
@@ -140,10 +137,7 @@ def score(args):
 
 
 def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list[dict]:
-    """Write and return a checkpoint's scores, a result for each task.
-
-    With `--log_samples` every item is written with its scores.
-    """
+    """Write and return a checkpoint's scores, a result for each task."""
     model = c.load(getattr(torch, args.dtype), device)
     scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.bos)
     protocol = {
@@ -155,24 +149,18 @@ def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list
     results = []
     for name, task in tasks.items():
         try:
-            scores, samples = benchmark(scorer, name, task, args)
+            scores = benchmark(scorer, name, task, args)
         except UserError as error:
             raise UserError(f"{name}: {error}; --tasks can leave out the task") from error
         results.append(write(args.split, {name: scores}, protocol, {}, c, device))
-        if args.log_samples:
-            file = f"samples_{args.split}_{name}_{c.weights_sha256[:8]}.jsonl"
-            try:
-                write_lines(c.results / file, samples)
-            except UserError as error:
-                results[-1]["error"] = error
     return results
 
 
 class Scorer(TemplateLM):
     """lm-eval's view of a model: log-likelihoods equal to those of its own Hugging Face backend.
 
-    Requests are sorted by length, and each is one row; at most a quarter of a batch is padding. The
-    head runs only where a continuation is scored, in fp32.
+    Each request is one row; a batch has rows of equal length. The head runs only where a
+    continuation is scored, in fp32.
 
     bos  the id before each context, as before each document in training, or None
     """
@@ -225,39 +213,31 @@ class Scorer(TemplateLM):
         return [scores[row] for row in rows]
 
     def batches(self, rows):
-        """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
+        """Yield rows, sorted by length, as batches of `metrics.sums_by_part`: a part is a row."""
         device = self.head.device
         first = 0
         with progress(total=len(rows), desc="scoring", disable=None) as bar:
-            while first < len(rows):
-                longest = len(rows[first][0])
-                waiting = rows[first : first + max(1, self.batch_tokens // longest)]
-                batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
-                inputs, labels = zip(*batch, strict=True)
-                x = pad_sequence([*map(torch.tensor, inputs)], True).to(device)  # [B, T]
-                y = pad_sequence([*map(torch.tensor, labels)], True, IGNORE).to(device)
-                part = torch.arange(first, first + len(batch), device=device)
-                yield part[:, None].expand_as(x), x, y, None
-                bar.update(len(batch))
-                first += len(batch)
+            for length, group in itertools.groupby(rows, lambda row: len(row[0])):
+                size = max(1, self.batch_tokens // length)
+                for batch in torch.tensor([*group], device=device).split(size):
+                    x, y = batch.unbind(1)  # [B, T]
+                    part = torch.arange(first, first + len(x), device=device)
+                    yield part[:, None].expand_as(x), x, y, None
+                    bar.update(len(x))
+                    first += len(x)
 
 
-def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> tuple[dict, list[dict]]:
-    """Return the scores of a task, and its items with their scores if `--log_samples`.
-
-    Scores are metrics, standard errors, n, and the hashes of what was scored.
-    """
+def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> dict:
+    """Return the metrics of a task, standard errors, n, and the hashes of what was scored."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
-    out = lm_eval.evaluate(
-        lm, task.loaded, args.limit, bootstrap_iters=1_000, log_samples=args.log_samples
-    )
+    out = lm_eval.evaluate(lm, task.loaded, args.limit, bootstrap_iters=1_000, log_samples=False)
     values = {}
     for key, value in out["results"][name].items():
         if key.endswith(",none") and value != "N/A":  # a single item has no standard error
             values[key.removesuffix(",none")] = value
     instances = task.loaded["tasks"][name].instances
     prompts = "".join(json.dumps(instance.args) for instance in instances)
-    scores = values | {
+    return values | {
         "n": out["n-samples"][name]["effective"],
         "n_paper": SUITES[args.split][name].n_paper,
         "source": task.source,
@@ -265,7 +245,6 @@ def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> tuple[dict, li
         "prompts_sha256": text_hash(prompts),
         "version": out["versions"][name],
     }
-    return scores, out.get("samples", {}).get(name, [])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -415,22 +394,13 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
 
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
-    names = students_of(args.paths, has_model)
-    for folder in left_out(args.paths, names):
-        note(f"{folder}: left out (it stopped, or has no checkpoint yet)")
     checkpoints = []
-    for name in names:
+    for name in students_of(args.paths, has_model):
         c = open_checkpoint(name)
         if c.run and c.results != c.folder.parent:
             note(f"{name}: scoring the checkpoint {c.folder.parent}")
         checkpoints.append(c._replace(results=Path(args.out or c.results)))
     return checkpoints
-
-
-def has_model(folder) -> bool:
-    """Return whether a student has finished, or is in training and has a checkpoint."""
-    is_stopped = (folder / "stopped.json").is_file()
-    return folder.is_dir() and not is_stopped and find_folder(str(folder)) != folder
 
 
 def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:

@@ -25,6 +25,14 @@ def training_facts(model):
     return {}
 
 
+def has_model(folder) -> bool:
+    """Return whether a student has finished, or is in training and has a checkpoint."""
+    from lib.hf import find_folder  # imports transformers, which takes seconds
+
+    is_stopped = (folder / "stopped.json").is_file()
+    return folder.is_dir() and not is_stopped and find_folder(str(folder)) != folder
+
+
 def read_log(folder):
     """Return the entries of log.jsonl, then {PART: entry} for those of PARTS."""
     log = read_lines(folder / "log.jsonl")
@@ -48,12 +56,6 @@ def students_of(paths, is_done) -> list[str]:
     if not folders:
         raise UserError(f"{', '.join(map(str, paths))}: expected out/NAME, or a model's folder")
     return list(dict.fromkeys(folders))
-
-
-def left_out(paths, folders) -> list[str]:
-    """Return the students inside the paths whose folder is not among `folders`."""
-    logs = [log for path in paths for log in Path(path).glob("*/log.jsonl")]
-    return sorted({str(log.parent) for log in logs}.difference(folders))
 
 
 def read_results(folder: Path) -> list[dict]:

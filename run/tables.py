@@ -1,4 +1,4 @@
-"""Tables of results in the paper's form, with its numbers beside ours.
+"""Tables of results, with the numbers of the paper below ours.
 
 eval.py prints those of what it has just scored; `eval.py --table` prints those of earlier results.
 Several seeds of a method make one row with mean and 95 % interval. A table only holds rows that can
@@ -18,15 +18,14 @@ from lib.metrics import reference_text
 from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
-from run.paper_numbers import LAYOUT, NAMES, UPDATES, paper_rows
+from run.paper_numbers import NAMES, UPDATES, paper_rows
 from run.provenance import record_changes
-from run.results import left_out, read_results, students_of
+from run.results import read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.
 VARIES = ("methods", "hyper", "moving", "source", "shape")
 PER_SEED = ("seed", "init_sha256", "order_sha256")
 OLDER = ("code", "objective", "state")  # of older versions: hashes of code
-FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles of first tables
 
 
 def check_comparable(results):
@@ -62,26 +61,21 @@ def check_comparable(results):
 # --- tables
 
 
-def tabulate(paths, reference="pretrain", metric="acc") -> str:
-    """Return the tables of folders with results, as Markdown, and name students without any."""
-    folders = students_of(paths, read_results)
+def tabulate(paths, reference, metric) -> str:
+    """Return the tables of folders with results, as Markdown."""
     results = []
-    for folder in folders:
+    for folder in students_of(paths, read_results):
         found = read_results(Path(folder))
         if not found:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found
-    text = tables_of(results, reference, metric)
-    missing = left_out(paths, folders)
-    if missing:
-        text += f"\nLeft out, as they have no results: {', '.join(missing)}.\n"
-    return text
+    return tables_of(results, reference, metric)
 
 
-def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
+def tables_of(results: list[dict], reference, metric) -> str:
     """Return the tables of each kind of results and protocol.
 
-    reference  the method that gains are measured from; some of the paper's tables have their own
+    reference  the method that differences are measured from
     metric     "acc", or "acc_norm" for the tasks that have it
     """
     methods = {method_of(x) for x in results}
@@ -98,8 +92,7 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
             title = f"## Held-out rows {first['protocol'].get('rows')}"
             lines += [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
         else:
-            for title, start, names in layouts(kind, rows.index.unique(0), reference):
-                lines += accuracies(f"## {title}", first, rows.loc[names], start, metric)
+            lines += accuracies(first, rows, reference, metric)
         edits = edit_lines(students.values(), "run")
         lines += [f"Protocol: {protocol}.", *edits, ""]
     return "\n".join(lines)
@@ -185,7 +178,7 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """
     table = {}
     for key, c in columns.items():
-        e = estimate(by_seed(students, key, c))
+        e = estimate(c.factor * students[key].unstack("method", sort=False))
         if f"{key}_half" in students:
             halves = students[f"{key}_half"].astype(float).groupby("method").first()
             e["half"] = e["half"].fillna(c.factor * halves)
@@ -197,93 +190,59 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def by_seed(students: pd.DataFrame, key, column) -> pd.DataFrame:
-    """Return one figure [seeds, methods] in the unit that is printed."""
-    return column.factor * students[key].unstack("method", sort=False)
-
-
-def caption(counts) -> str:
-    if counts.max() == 1:
-        return "One seed each."
-    n = counts.max() if counts.nunique() == 1 else "n"
-    return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
-
-
-def layouts(split, methods, reference) -> list[tuple]:
-    """Return title, reference and rows of the paper's tables that have results.
-
-    Methods of no other table are in the first one.
-    """
-    ablations = LAYOUT[split]
-    elsewhere = {*itertools.chain(*ablations.values())} - {"alra"}
-    tables = [(FIRST[split], reference, methods.difference(elsewhere, sort=False))]
-    for title, names in ablations.items():
-        tables.append((title, names[0], [m for m in names if m in methods]))
-    # a table of ALRA alone only if there is no other
-    return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
-
-
-def accuracies(title, first, rows, reference, metric) -> list[str]:
-    """Return a table of the tasks that every row has, with their average and its gain.
-
-    The paper's row of a method follows ours.
+def accuracies(first, rows, reference, metric) -> list[str]:
+    """Return tables of the tasks that every row has, with their average, and the paper's numbers.
 
     first  one of the results; its split, shape and step are those of all
     rows   method, seed -> scores by task
     """
     split = first["kind"]
+    suite = SUITES[split]
     rows = rows.dropna(axis=1)
-    tasks = [task for task in SUITES[split] if task in rows]
+    tasks = [task for task in suite if task in rows]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
-    n_tasks = len(SUITES[split])
-    average = "Avg." if len(tasks) == n_tasks else f"Avg. ({len(tasks)} of {n_tasks})"
+    average = "Avg." if len(tasks) == len(suite) else f"Avg. ({len(tasks)} of {len(suite)})"
     accs[average] = accs.mean(axis=1)
-    ours = means(accs, {heading: Column(heading, +1, 1, 2) for heading in accs})
-    averages = accs[average].unstack("method", sort=False)
-    gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
-    ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
-    what = "accuracy in %"
-    paper = paper_rows(first["run"].get("student"), split, reference, tasks)
-    if metric != "acc":
-        what += f", {metric} where a task has it"
-        paper = paper[:0]
-    lines = []
-    for m, row in ours.iterrows():
-        lines.append((NAMES.get(m, m), *row))
-        lines += [("*paper*", *cells) for cells in paper[paper.index == m].values]
-    table = pd.DataFrame(lines, columns=["", *ours]).set_index("")
-    counts = averages.count()
-    notes = [caption(counts)]
-    if counts.nunique() > 1:
-        notes.append(f"n: {', '.join(f'{m} {n}' for m, n in counts.items())}.")
+    columns = {heading: Column(heading, +1, 1, 2) for heading in accs}
+    methods = rows.index.unique(0)
+    if reference not in methods:  # ablations, whose differences are to the first one
+        reference = methods[0]
+    norm = ", acc_norm where a task has it" if metric == "acc_norm" else ""
+    lines = figure_tables(f"## Accuracy in %{norm}, {split}", accs, reference, columns)
     for task in tasks:
         scores = rows[task].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
             items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
-            notes.append(f"{COLUMNS[task]}: {items}.")
-    if len(table) > len(ours):
-        step = first["run"]["step"]
-        notes.append(f"Ours after {step:,} updates, the paper's after {UPDATES[split]:,}.")
-    return [f"{title}: {what}, {split}", "", *grid(table), "", *notes, ""]
+            lines.append(f"{COLUMNS[task]}: {items}.")
+    paper = paper_rows(first["run"].get("student"), split, tasks).set_axis([*accs], axis=1)
+    paper = paper.loc[methods.intersection(paper.index, sort=False)]
+    if len(paper):
+        updates = f"{UPDATES[split]:,} updates (ours: {first['run']['step']:,})"
+        lines += ["", f"The paper's acc, after {updates}:", "", *grid(paper)]
+    return [*lines, ""]
 
 
-def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
-    """Return a table of figures over held-out rows, and one of differences to `reference`.
+def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> list[str]:
+    """Return a table of figures, and one of differences to `reference`.
 
     students  method, seed -> figures
     """
     known = students.dropna(axis=1)
-    columns = {key: c for key, c in FIGURES.items() if key in known}
+    columns = {key: c for key, c in columns.items() if key in known}
     table = means(students, columns)
     counts = students.groupby("method", sort=False).size()
-    note = caption(counts)
+    n = counts.max()
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
+        n = "n"
+    note = f"Mean and 95 % interval over {n} seeds; **best**, *second*."
+    if n == 1:
+        note = "One seed each."
     if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
-    if reference in counts and len(counts) > 1:
+    if reference in counts and len(counts) > 1 and columns:
         lines += differences(title, students, columns, reference)
     return lines
 
@@ -293,7 +252,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
     table = pd.DataFrame()
     both = []  # of each difference that excludes 0 over seeds: whether it does over documents
     for key, c in columns.items():
-        values = by_seed(students, key, c)
+        values = c.factor * students[key].unstack("method", sort=False)  # [seeds, methods]
         e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
         for m, (n, mean, half, _) in e.iterrows():

@@ -17,7 +17,6 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-import zstandard
 
 import configure
 import eval as ev
@@ -278,16 +277,6 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     assert x["scores"] == {"name": "x", "protocol": {}, "kind": "figures", "weights_sha256": "w"}
     shutil.rmtree(run)
     assert record.on_record(tmp_path) == [x, stopped]
-
-
-def test_a_cut_file_of_students_is_refused_and_kept(tmp_path):
-    made_up(tmp_path, {"alra": [4.0, 3.0]})
-    file = tmp_path / record.FILE
-    content = file.read_bytes()[:-9]
-    file.write_bytes(content)
-    with pytest.raises(zstandard.ZstdError):
-        record.on_record(tmp_path)
-    assert file.read_bytes() == content
 
 
 def test_figures_count_by_their_rows_teacher_and_dtype(tiny, tmp_path):

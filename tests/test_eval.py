@@ -95,19 +95,19 @@ def lengthen(value, rng, key=""):
     return value
 
 
-def write_items(folder, task, split, rows):
+def write_items(folder, name, items, suite="heldout"):
     """Write local items, those of StoryCloze with the headings of its authors."""
-    if task != "storycloze_2016":
-        world.write_jsonl(folder / task / f"{split}.jsonl", rows)
+    if name != "storycloze_2016":
+        world.write_jsonl(folder / name / f"{tasks.SUITES[suite][name].split}.jsonl", items)
         return
     with (folder / "stories.csv").open("w", newline="", encoding="utf-8-sig") as out:
         writer = csv.writer(out)
         writer.writerow(["InputStoryid", *tasks.STORY_FIELDS])
-        writer.writerows([i, *row.values()] for i, row in enumerate(rows))
+        writer.writerows([i, *row.values()] for i, row in enumerate(items))
 
 
-def open_local(folder, name, split="heldout"):
-    return tasks.open_task(name, split, str(folder), f"{folder}/stories.csv", True)
+def open_local(folder, name, suite="heldout"):
+    return tasks.open_task(name, suite, str(folder), f"{folder}/stories.csv", any_items=True)
 
 
 def items_of(task):
@@ -136,10 +136,10 @@ def data(tmp_path_factory):
     """All nine tasks in the layout of local files, 7 items each and 5 in the validation sets."""
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
-    for n, suite in zip((7, 5), tasks.SUITES.values(), strict=True):
-        for name, items in suite.items():
+    for n, (suite, names) in zip((7, 5), tasks.SUITES.items(), strict=True):
+        for name in names:
             item, _ = PROMPTS[name]
-            write_items(folder, name, items.split, [lengthen(item, rng) for _ in range(n)])
+            write_items(folder, name, [lengthen(item, rng) for _ in range(n)], suite)
     return folder
 
 
@@ -166,16 +166,6 @@ def score(command):
     ev.main(command.split())
 
 
-def bench(lm, names, flags):
-    args = ev.arguments(f"x {flags}".split())
-    scores = {}
-    samples = {}
-    for name in names:
-        task = open_local(args.data_dir, name, args.split)
-        scores[name], samples[name] = ev.benchmark(lm, name, task, args)
-    return scores, samples
-
-
 def test_out_of_memory_says_what_to_do(monkeypatch):
     def score(args):
         raise torch.OutOfMemoryError("CUDA")
@@ -183,6 +173,13 @@ def test_out_of_memory_says_what_to_do(monkeypatch):
     monkeypatch.setattr(ev, "score", score)
     with refusal("out of memory: set a smaller --batch_tokens"):
         ev.main([str(STUDENT)])
+
+
+def bench(lm, name, folder):
+    """Return the scores of local items, and the log-likelihoods."""
+    task = open_local(folder, name)
+    scores = ev.benchmark(lm, name, task, ev.arguments(["x"]))
+    return scores, [i.resps[0] for i in task.loaded["tasks"][name].instances]
 
 
 @pytest.mark.parametrize("bos", [None, 307])
@@ -232,7 +229,7 @@ def test_a_student_is_scored_and_sampled_with_its_bos(facts, bos, data, tmp_path
     assert set(used) == {bos}
     first = tokenizer.eos_token_id if bos is None else bos
     ids = tokenizer.encode("the cat", add_special_tokens=False)
-    assert sample.encode(sample.open_checkpoint(f"{out}/alra"), "the cat") == [first, *ids]
+    assert sample.open_checkpoint(f"{out}/alra").encode("the cat") == [first, *ids]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
@@ -329,7 +326,7 @@ def test_a_model_with_capped_logits_is_scored_as_by_lm_eval(make):  # noqa: F811
 def test_a_task_with_an_item_without_a_score_is_named(joined, data, tmp_path):
     items = shutil.copytree(data, tmp_path / "items")
     texts = [{"text": "rain on"}, {"text": "the cat saw the quiet boats"}]  # " on" has no token
-    write_items(items, "lambada_openai", "test", texts)
+    write_items(items, "lambada_openai", texts)
     flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
     with refusal("lambada_openai: ' on' after 'rain' has no score.*--tasks can leave out"):
         score(f"{joined} --tasks=arc_easy,lambada_openai {flags}")
@@ -352,12 +349,12 @@ class Recorder(TemplateLM):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
     item, asked = PROMPTS[name]
-    write_items(tmp_path, name, tasks.SUITES["heldout"][name].split, [item] * 2)
+    write_items(tmp_path, name, [item] * 2)
     recorder = Recorder()
-    scores, _ = bench(recorder, [name], f"--data_dir={tmp_path}")
+    scores, _ = bench(recorder, name, tmp_path)
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
     # the longest is right, and ties go to the first
-    assert scores[name]["acc"] == float(name != "lambada_openai")
+    assert scores["acc"] == float(name != "lambada_openai")
 
 
 def test_two_sets_of_the_protocol(data):
@@ -381,26 +378,20 @@ def test_scores_equal_those_of_lm_evals_own_backend(kind, student, tokenizer, da
         folder = SHARED / "stories260k"
         names = [name for name in suite if suite[name].sha256 != "-"]
         for name in names:
-            file = f"{name}/{suite[name].split}.jsonl"
-            items = (SHARED / "eval" / file).read_text().splitlines()[:3]
-            world.write_jsonl(tmp_path / file, map(json.loads, items))
+            file = SHARED / f"eval/{name}/{suite[name].split}.jsonl"
+            write_items(tmp_path, name, map(json.loads, file.read_text().splitlines()[:3]))
         data = tmp_path
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
     bos = leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
-    flags = f"--data_dir={data} --log_samples"
-    (a, of_a), (b, of_b) = (bench(lm, names, flags) for lm in (ours, theirs))
     for name in names:
-        assert_close(responses(of_a[name]), responses(of_b[name]))
+        (a, of_a), (b, of_b) = (bench(lm, name, data) for lm in (ours, theirs))
+        assert_close(of_a, of_b)
         for key in ("acc", "acc_norm", "prompts_sha256"):
-            assert a[name].get(key) == b[name].get(key)
+            assert a.get(key) == b.get(key)
         if name == "lambada_openai":
-            assert a[name]["perplexity"] == pytest.approx(b[name]["perplexity"], rel=1e-4)
-
-
-def responses(samples):
-    return [response[0] for sample in samples for response in sample["resps"]]
+            assert a["perplexity"] == pytest.approx(b["perplexity"], rel=1e-4)
 
 
 def test_the_hub_gives_the_same_items(data, tmp_path, monkeypatch):
@@ -452,7 +443,7 @@ def test_items_without_a_right_answer_are_named(name, fields, n_good, problem, t
     good, _ = PROMPTS[name]
     bad = good | json.loads(f"{{{fields}}}")
     goods = [good] * int(n_good)
-    write_items(tmp_path, name, tasks.SUITES["heldout"][name].split, [*goods, bad, *goods])
+    write_items(tmp_path, name, [*goods, bad, *goods])
     with refusal(f"{tmp_path}/.*{problem}"):
         open_local(tmp_path, name)
 
@@ -492,13 +483,10 @@ def read(folder, kind="figures"):
 
 
 def test_from_checkpoints_to_tables(out, capsys):
-    """A run's folder stands for its students; those that are not finished are named."""
-    (out / "tad/log.jsonl").touch()
+    """A run's folder stands for its students that have finished."""
     score(f"{out} --tasks=none")
-    output = capsys.readouterr()
-    text = output.out[output.out.index("## ") :]
-    assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
-    assert f"{out}/tad: left out (it stopped, or has no checkpoint yet)\n" in output.err
+    text = capsys.readouterr().out
+    assert "Accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
     assert re.search(r"targets in 11 rows of \d+ documents; teacher: ", text)
     figures = {method: read(out / method)["values"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
@@ -506,9 +494,7 @@ def test_from_checkpoints_to_tables(out, capsys):
     difference, _, _ = cells(text, "alra", 1)[1].partition(" ± ")
     assert difference == f"{ce['alra'] - ce['pretrain']:+.4f}"
     score(f"--table {out}")
-    output = capsys.readouterr()
-    assert output.out.split()[: len(text.split())] == text.split()
-    assert output.out.endswith(f"\nLeft out, as they have no results: {out}/tad.\n\n")
+    assert capsys.readouterr().out == text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
@@ -535,16 +521,13 @@ def test_sums_by_document_are_those_of_a_plain_loop(out, rows):
 
 
 def test_scores_of_a_few_items(out, data, tmp_path, printed):
-    flags = f"--data_dir={data} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
+    flags = f"--data_dir={data} --any_items --limit=3 --metric=acc_norm --rows=none"
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = printed()
     results = read_results(out / "alra")
     assert {x["protocol"]["limit"] for x in results} == {3}
     n_scored = {task: scores["n"] for x in results for task, scores in x["values"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3}
-    for name in ("arc_easy", "piqa"):
-        (samples,) = (out / "alra").glob(f"samples_heldout_{name}_*.jsonl")
-        assert len(read_jsonl(samples)) == 3
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")
@@ -638,25 +621,6 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
     score(f"teacher {flags}")
     assert capsys.readouterr().out.count("| teacher | ") == 1  # the one that was scored last
     assert len(read_jsonl(file)) == 2
-
-
-def test_a_command_replaces_no_results_but_its_own(out, data):
-    """Not those of other items, rows, teacher, protocol or code."""
-    alra = out / "alra"
-    items = shutil.copytree(data, out / "items")
-    file = items / "piqa/validation.jsonl"
-    world.write_jsonl(file, read_jsonl(file)[1:])
-    tasks_of = f"{alra} --rows=none --any_items --limit=3 --tasks=piqa --data_dir="
-    commands = [f"{tasks_of}{folder}" for folder in (items, data)]
-    commands += [f"{commands[1]} {flag}" for flag in ("--max_length=99", "--dtype=bfloat16")]
-    for flags in ("", "--max_rows=3", "--skip_rows=3 --max_rows=3", "--teacher=none"):
-        commands.append(f"{alra} --tasks=none {flags}")
-    written = []
-    for command in [*commands, commands[1]]:
-        score(command)
-        results = read_jsonl(alra / "results.jsonl")
-        assert results[:-1] == written, command
-        written = results
 
 
 def test_results_of_other_weights_do_not_count(out):

@@ -17,60 +17,30 @@ STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=6
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
 
-@pytest.fixture(scope="module")
-def student():
-    return make_model(STUDENT, 5, 7.0)
-
-
-@pytest.fixture(scope="module")
-def teacher():
-    return make_model(TEACHER, 6, 7.0)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    """Inputs and labels [11, 22], and bytes of each token; 0, which has none, stands inside."""
+def test_figures_equal_plain_loops():
+    """Two rows at a time; token 0, which stands for no text, is inside."""
+    student = make_model(STUDENT, 5, 7.0)
+    teacher = make_model(TEACHER, 6, 7.0)
     rng = np.random.default_rng(5)
     ids = torch.from_numpy(rng.integers(1, 307, (11, 23)))
     ids[3, 8] = 0
     n_bytes = torch.from_numpy(rng.integers(1, 9, 311))
     n_bytes[0] = 0
+    x = ids[:, :-1]
     y = ids[:, 1:].clone()
     y[2, 16:] = IGNORE
     y[5, 1:] = IGNORE
-    return ids[:, :-1], y, n_bytes
-
-
-def sums_of(students, teacher, batch, size=11):
-    x, y, n_bytes = batch
-    head_t = teacher.head if teacher else None
-    parts = []
-    for lo in range(0, 11, size):
-        part = x[lo : lo + size]
-        h_t = teacher.hidden(part) if teacher else None
-        row = torch.arange(lo, lo + len(part))[:, None]
-        parts.append((row.expand_as(part), part, y[lo : lo + size], h_t))
-    models = [(model.hidden, model.head) for model in students]
-    results = []
-    for sums in metrics.sums_by_part(models, head_t, parts, 11, n_bytes):
-        results.append({key: value.numpy() for key, value in sums.items()})
-    return results
-
-
-def probabilities(model, x):
-    logits = model(x).double()
-    return logits.softmax(-1).flatten(0, 1).numpy()
-
-
-def test_figures_equal_plain_loops(student, teacher, batch):
-    x, y, n_bytes = batch
-    (sums,) = sums_of([student], teacher, batch, 2)
-    totals = {key: value.sum(0) for key, value in sums.items()}
+    row = torch.arange(11)[:, None].expand_as(x)
+    batches = []
+    for part in torch.arange(11).split(2):
+        batches.append((row[part], x[part], y[part], teacher.hidden(x[part])))
+    models = [(student.hidden, student.head)]
+    (sums,) = metrics.sums_by_part(models, teacher.head, batches, 11, n_bytes)
+    totals = {key: value.numpy().sum(0) for key, value in sums.items()}
     figures = metrics.figures(totals)
     total = collections.Counter()
     gaps = [0.0] * 15
-    p_s = probabilities(student, x)
-    p_t = probabilities(teacher, x)
+    p_s, p_t = (model(x).double().softmax(-1).flatten(0, 1).numpy() for model in (student, teacher))
     labels = y.flatten().numpy()
     for i in np.flatnonzero(labels != IGNORE):
         label = labels[i]
@@ -93,7 +63,7 @@ def test_figures_equal_plain_loops(student, teacher, batch):
         which = math.ceil(s.max() * 15) - 1
         gaps[which] += s.max() - (top_s[0] == label)
     n = total["n"]
-    assert n == sums["n"].sum()
+    assert n == totals["n"]
     expected = {key: total[key] / n for key in metrics.MEANS}
     bits = total["text_ce"] / math.log(2)
     expected["bits_per_byte"] = bits / total["text_bytes"]

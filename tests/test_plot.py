@@ -109,6 +109,13 @@ def test_curves_have_the_numbers_of_the_logs(run, drawn, printed):
     assert "teacher: 1.50" in axes["val_ce"]
 
 
+def test_a_panel_says_that_it_has_one_step(tmp_path, drawn):
+    log = [{"step": 1, "nominal_tokens": 9, "ce": 3.0}, {"step": 2, "ce": 2.0, "val_ce": 4.0}]
+    plot.curves([{"alra": log}], tmp_path / "c.png")
+    titles = [axis.get_title() for axis in drawn["c.png"].axes]
+    assert titles == ["held-out cross-entropy (at one step)", "training cross-entropy"]
+
+
 def make_logs(ys, steps=(1, 2)):
     """Return logs of students whose held-out CE falls to y from y + 1."""
     logs = {}

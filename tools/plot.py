@@ -186,6 +186,8 @@ def draw_panel(axis, key, numbers):
                 place = axis.get_yaxis_transform()
                 axis.text(0.99, ce, label, transform=place, ha="right", va="bottom", clip_on=True)
     title, *unit = PANELS.get(key, f"term: {key}").split(", ")
+    if points.index.unique("tokens").size == 1:
+        title += " (at one step)"
     axis.set(title=title, xlabel="nominal tokens seen", ylabel=", ".join([key, *unit]))
 
 

@@ -19,19 +19,17 @@ import configure
 from lib.errors import UserError
 from lib.settings import NonNegative, checked
 
-NUMBERS = {"tokens": 100, "temperature": 0.8, "seed": 0}
-
 
 def arguments(argv) -> argparse.Namespace:
     layout = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("names", nargs="+", metavar="MODEL")
     parser.add_argument("--prompt", default="")
-    for key, default in NUMBERS.items():
-        parser.add_argument(f"--{key}", type=type(default), default=default)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    for key in NUMBERS:
-        checked(f"--{key}", getattr(args, key), NonNegative)
+    checked("--temperature", args.temperature, NonNegative)
     return args
 
 
@@ -40,9 +38,8 @@ if __name__ == "__main__":
 
 import torch
 
-from lib.hf import find_folder
 from lib.metrics import logits_of
-from run.results import students_of
+from run.results import has_model, students_of
 from run.saved_models import Checkpoint, open_checkpoint
 
 
@@ -63,24 +60,18 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
     return ids
 
 
-def encode(c: Checkpoint, prompt: str) -> list[int]:
-    """Return the ids of a prompt, after the token that starts a document."""
-    ids = c.encode(prompt)
-    if len(ids) > c.context:
-        raise UserError(f"--prompt: {len(ids)} tokens with the first, {c.name} takes {c.context}")
-    return ids
-
-
 def main(argv):
     args = arguments(argv)
-    names = students_of(args.names, lambda folder: find_folder(str(folder)) != folder)
+    names = students_of(args.names, has_model)
     for name in names:
         c = open_checkpoint(name)
         if len(names) > 1:
             print(f"--- {name}")
         torch.manual_seed(args.seed)
-        ids = generate(c, encode(c, args.prompt), args)
-        print(c.tokenizer.decode(ids[1:]))
+        ids = c.encode(args.prompt)
+        if len(ids) > c.context:
+            raise UserError(f"--prompt: {len(ids)} tokens with the first, {name} takes {c.context}")
+        print(c.tokenizer.decode(generate(c, ids, args)[1:]))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +44,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lib import parallel
 from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
-from lib.hf import MERGE, find_folder, read_weights, save_folder
-from lib.settings import NonNegativeInt, Positive, PositiveInt, check_fields
+from lib.hf import (
+    MERGE,
+    check_weights,
+    find_folder,
+    read_weights,
+    save_folder,
+)
+from lib.settings import Positive, PositiveInt, check_fields, checked
 from lib.torch_setup import mend_compiler
 
 INIT_STD = 0.02  # of a student's first weights
@@ -57,12 +64,14 @@ LLAMA3 = (  # parameters of Llama 3's rope scaling
 )
 
 # Keys of config.json. A model with any other key that matters is left to transformers.
-SAVED = {  # what a saved student has, INERT aside
+SIZES = {
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
+}
+SAVED = SIZES | {  # what a saved student has, INERT aside
     "model_type",
     "hidden_act",
     "num_key_value_heads",
@@ -100,7 +109,7 @@ class Qwen2Config:
 
     hidden_size: PositiveInt  # D
     intermediate_size: PositiveInt  # width inside the MLP
-    num_hidden_layers: NonNegativeInt
+    num_hidden_layers: Annotated[int, "0 to 1,000", lambda n: 0 <= n <= 1000]
     num_attention_heads: PositiveInt  # H
     num_key_value_heads: PositiveInt  # G, a divisor of H
     vocab_size: PositiveInt = 151_936  # V
@@ -133,6 +142,8 @@ class Qwen2Config:
                 f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs"
             )
         if self.rope_scaling:
+            for key in LLAMA3:
+                checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
             scaling = {"rope_type": "llama3"} | self.rope_scaling  # as transformers needs it
             object.__setattr__(self, "rope_scaling", scaling)
 
@@ -370,7 +381,7 @@ class Qwen2(nn.Module):
         """
         mend_compiler()
         for layer in self.layers:
-            layer.compile(dynamic=False)
+            layer.compile(dynamic=False, fullgraph=True)
 
     def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
@@ -396,19 +407,25 @@ class Qwen2(nn.Module):
         """
         folder = find_folder(name)
         config = load_config(name)
-        check_decoder()
         expected = read_json(folder / "config.json").get("probe")
-        if expected:
-            cls = StudentDecoder
-            restore = "restore the classes for students in model.py that it was trained with"
-            check_probe(cls, config, expected, f"{folder}: {restore}")
+        check_weights(folder, config.num_hidden_layers)
         with torch.device("meta"):
-            model = cls(config)
+            model = StudentDecoder(config) if expected else cls(config)
         model.to(dtype)
         if shard > 1:
             parallel.shard(model, shard, torch.device(device))
         model.to_empty(device=device)
-        read_weights(model, folder)
+        restore = f"{folder}: restore the classes for students in model.py that it was trained with"
+        try:
+            read_weights(model, folder)
+        except UserError as error:
+            raise UserError(f"{restore} ({error})" if expected else error) from error
+        check_decoder()
+        if expected:
+            weights = {key: parallel.full_tensor(p) for key, p in model.state_dict().items()}
+            logits = probe(StudentDecoder, config, weights)
+            tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # weights are rounded
+            check_probe(logits, expected, restore, tolerance)
         return model.requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path, tokenizer=None, weights: dict | None = None):
@@ -423,9 +440,11 @@ class Qwen2(nn.Module):
         weights = weights or self.state_dict()
         shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
         if type(self) is not Qwen2:
-            logits = probe(type(self), self.config)
-            if not is_near(logits, probe(Qwen2, self.config), 1e-6):
-                shape["probe"] = logits.tolist()  # of an edited student
+            logits = probe(type(self), self.config, weights)
+            try:
+                check_probe(probe(Qwen2, self.config, weights), logits, "", 1e-6)
+            except (UserError, RuntimeError):  # other logits, or other tensors
+                shape["probe"] = logits  # of an edited student
         save_folder(Path(folder), shape, weights, tokenizer)
 
 
@@ -482,6 +501,7 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
 SMALL = {
     "hidden_size": 8,
     "intermediate_size": 12,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,
@@ -489,7 +509,6 @@ SMALL = {
 }
 REFERENCE_SHAPE = Qwen2Config(
     **SMALL,
-    num_hidden_layers=2,
     qk_norm=True,
     tie_word_embeddings=False,
     rope_scaling=dict(zip(LLAMA3, (8.0, 1.0, 4.0, 16), strict=True)),
@@ -497,46 +516,60 @@ REFERENCE_SHAPE = Qwen2Config(
 REFERENCE = [-0.455345, -0.353871]
 
 
-@functools.cache  # each checkpoint asks for it
-@torch.no_grad()
-def probe(decoder, config) -> Tensor:
-    """Return what tells an edited decoder from another: two logits of a small one, in evaluation.
+def probe(decoder, config, weights) -> list[float]:
+    """Return what tells an edited decoder from another: 16 of its logits, and 2 of a small one.
 
-    They come after 1,024 tokens, of weights that need no random numbers.
-
-    decoder  class of the small model
-    config   of the model; SMALL replaces its widths
+    decoder  class of the model that has these weights, tensors by name
     """
+    weights = {name: p.float() for name, p in weights.items()}
+    logits = logits_of(decoder, config, weights, 16)
     try:
-        with torch.device("meta"):
-            model = decoder(dataclasses.replace(config, **SMALL)).eval()
-        weights = {
-            name: torch.arange(p.numel()).sin().view(p.shape)
-            for name, p in model.state_dict().items()
-        }
-        model.load_state_dict(weights, assign=True)
-        return model(torch.arange(1024)[None] % 64)[0, -2:, 0]
+        return logits + small_logits(decoder, dataclasses.replace(config, **SMALL))
     except Exception:  # an edit that such a size does not fit
-        return torch.ones(2)
+        return [*logits, 1.0, 1.0]
+
+
+@functools.cache  # each checkpoint asks for it
+def small_logits(decoder, config) -> list[float]:
+    """Return the last two logits after 1,024 tokens, of weights that need no random numbers."""
+    with torch.device("meta"):
+        tensors = decoder(config).state_dict()
+    weights = {name: torch.arange(p.numel()).sin().view(p.shape) for name, p in tensors.items()}
+    return logits_of(decoder, config, weights, 1024)[-2:]
+
+
+@torch.no_grad()
+def logits_of(decoder, config, weights, n: int) -> list[float]:
+    """Return the logits of token 0 after each of n tokens, in evaluation."""
+    with torch.device("meta"):
+        model = decoder(config).eval()
+    model.load_state_dict(weights, assign=True)
+    idx = torch.arange(n, device=model.head.device) % config.vocab_size
+    return model(idx[None])[0, :, 0].tolist()
 
 
 def check_decoder():
     """Raise `UserError` unless `Qwen2` computes a small decoder as transformers does."""
-    check_probe(
-        Qwen2,
-        REFERENCE_SHAPE,
+    check_near(
+        small_logits(Qwen2, REFERENCE_SHAPE),
         REFERENCE,
         "model.py: an edit changes teachers too; edit StudentAttention, StudentMLP, StudentLayer "
         "or StudentDecoder instead",
     )
 
 
-def check_probe(decoder, config, expected: list[float], message):
-    """Raise `UserError` unless the `probe` of a decoder is near the one that is expected."""
-    if len(expected) > 2:  # of an earlier version, whose probe ended with that of two layers
-        config = dataclasses.replace(config, num_hidden_layers=2)
-    if not is_near(probe(decoder, config), torch.tensor(expected[-2:]), 1e-4):
-        raise UserError(f"{message} (its logits differ)")
+def check_probe(logits: list[float], expected: list[float], message, tolerance: float):
+    """Raise `UserError` if a `probe` differs; the small model has no rounded weights."""
+    check_near(logits[:16], expected[:16], message, tolerance)
+    check_near(logits[16:], expected[16:], message, min(tolerance, 1e-4))
+
+
+def check_near(logits: list[float], expected: list[float], message, tolerance=1e-4):
+    """Raise `UserError` unless the logits are near those that are expected."""
+    z, z_expected = torch.tensor([logits, expected])
+    if not is_near(z, z_expected, tolerance):
+        error = (z - z_expected).norm() / z_expected.norm()
+        raise UserError(f"{message} (its logits differ by {error:.1%})")
 
 
 def is_near(x, expected, tolerance) -> bool:
@@ -545,8 +578,8 @@ def is_near(x, expected, tolerance) -> bool:
     return bool(error <= tolerance * expected.float().norm())
 
 
-def flops_per_token(shape, seq_len) -> float:
-    """Return the FLOPs of one token, forward.
+def flops_per_token(shape, seq_len, trained: bool) -> float:
+    """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
     They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up),
     and 2 * H * K * T per layer for attention: two products of 2 * H * K * T each, of which
@@ -559,7 +592,8 @@ def flops_per_token(shape, seq_len) -> float:
     mlp = 3 * d * shape.intermediate_size
     weights = shape.num_hidden_layers * (attention + mlp) + shape.vocab_size * d
     scores = shape.num_hidden_layers * 2 * h * k * seq_len
-    return 2 * weights + scores
+    forward = 2 * weights + scores
+    return 3 * forward if trained else forward
 
 
 # ----------------------------------------------------------------------------------------------
@@ -603,55 +637,65 @@ def student_config(
         return Qwen2Config(**defaults | teacher | fields)
 
 
-class Unsupported(UserError):
-    """The model is not one that this decoder computes; transformers may compute it."""
-
-
 def config_file(name) -> Path:
-    """Return the config.json of a model's folder or a hub id."""
-    file = find_folder(name) / "config.json"
-    if not file.is_file():
-        expected = "expected a model's folder, such as out/NAME/METHOD"
-        if file.with_name("adapter_config.json").is_file():
+    """Return the config.json of a model's folder, of a hub id, or itself."""
+    path = Path(name)
+    if path.suffix != ".json":
+        path = find_folder(name) / "config.json"
+    if not path.is_file():
+        expected = "expected a model's folder, such as out/NAME/METHOD, or its config.json"
+        if path.with_name("adapter_config.json").is_file():
             expected = MERGE
         raise UserError(f"{name}: no model/ in it, and no config.json; {expected}")
-    return file
+    return path
 
 
 def load_config(name) -> Qwen2Config:
-    """Return the shape of the model in a folder or hub id.
+    """Return the shape in a config.json, a model's folder, or a hub id.
 
     A Mistral with a sliding window becomes a decoder whose context is that window: on shorter rows
-    the two are the same. Raises `Unsupported` for what this decoder does not compute.
+    the two are the same. Raises `UserError` for what this decoder does not compute.
     """
-    values = read_shape(config_file(name))
+    path = config_file(name)
+    values, reason = read_shape(path)
+    if reason:
+        raise UserError(f"{path}: {reason}; this decoder does not support it")
     kind = values["model_type"]
     rope = values["rope_parameters"]
     fields = {key: values[key] for key in FIELDS if key in values}
     fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] == "llama3":
-        fields["rope_scaling"] = {key: rope[key] for key in LLAMA3}
+        fields["rope_scaling"] = {key: rope[key] for key in ("rope_type", *LLAMA3)}
     if kind in ("qwen2", "mistral"):  # without a choice
         fields["attention_bias"] = kind == "qwen2"
     fields["qk_norm"] = kind == "qwen3"
     if kind == "mistral" and values["sliding_window"]:
         context = values["max_position_embeddings"]
         fields["max_position_embeddings"] = min(context, values["sliding_window"])
-    return Qwen2Config(**fields)
+    try:
+        return Qwen2Config(**fields)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
-def read_shape(path) -> dict:
-    """Return the values of a config.json. Raises `Unsupported`.
+def read_shape(path) -> tuple[dict, str | None]:
+    """Return the values of a config.json, and which of them this decoder does not compute, or None.
 
-    Values that the file leaves out are transformers' defaults. A key that is neither in READ nor in
-    INERT, nor a field of `Qwen2Config` alone, must be without effect on transformers' config
-    object.
+    Values that the file leaves out, sizes aside, are transformers' defaults. A key that is neither
+    in READ nor in INERT, nor a field of `Qwen2Config` alone, must be without effect on
+    transformers' config object.
     """
     with reading(path, "correct config.json"):
         hf = json.loads(path.read_bytes())
         kind = hf.get("model_type")
     if kind not in NATIVE:
-        raise Unsupported(f"{path}: model_type={kind!r}, expected one of {', '.join(NATIVE)}")
+        return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
+    missing = SIZES - hf.keys()
+    if missing:
+        return hf, f"no {min(missing)}"
+    n_layers = hf["num_hidden_layers"]
+    if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
+        raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
     own = {key: hf[key] for key in FIELDS - READ - {"qk_norm"} if key in hf}
     values = {key: value for key, value in hf.items() if key not in INERT | own.keys()}
     has_saved_keys = values.keys() == SAVED and None not in values.values()
@@ -659,7 +703,7 @@ def read_shape(path) -> dict:
     if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
         # transformers' class takes seconds to import for a `llama`, and would change nothing
         rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
-        return values | {"rope_parameters": rope} | own
+        return values | {"rope_parameters": rope} | own, None
     from transformers import AutoConfig
 
     known = {key: value for key, value in values.items() if key in READ}
@@ -667,13 +711,14 @@ def read_shape(path) -> dict:
         # the class changes what it is given
         complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
         ours = AutoConfig.for_model(**known).to_dict()
-    for key, value in complete.items():
+    for key in (*sorted(values.keys() - READ), *complete):
+        value = complete.get(key)
         expected = ours.get(key)
         # False is the default of every other key
         if value != expected and (value or expected or key == "is_causal"):
-            raise Unsupported(f"{path}: {key}={value!r}, expected {expected!r}")
+            return complete, f"{key}={value!r}, expected {expected!r}"
     rope = complete["rope_parameters"]
     known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}
     if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
-        raise Unsupported(f"{path}: rope scaling {rope}, expected none or Llama 3's")
-    return complete | own
+        return complete, f"rope scaling {rope}, expected none or Llama 3's"
+    return complete | own, None

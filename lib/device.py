@@ -53,6 +53,8 @@ def pick_device(name, key="device") -> torch.device:
     n = torch.cuda.device_count()
     cards = [f"cuda:{i}" for i in range(n)]
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if n_processes > 1 and name in cards:
+        raise UserError(f"{key}={given}: {n_processes} processes would share it; set cuda")
     if name == "cuda":
         if n == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
             name = "cuda:0"
@@ -96,10 +98,12 @@ def device_name(device) -> str:
 
 def machine_facts(device) -> dict:
     """Return commit, versions and machine, which belong to every result."""
-    packages = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy"):
+        versions[name] = version(name)
     return {
         "git_commit": git_commit(),
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": versions,
         "machine": device_name(device),
         # instructions and threads change how sums are rounded
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -128,8 +132,10 @@ def run_git(*arguments: str) -> str:
     if not shutil.which("git"):
         return ""
     # not a repository around this folder, or one that the environment names
-    command = ["git", "-C", ROOT, f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}", *arguments]
-    return subprocess.run(command, capture_output=True, errors="replace").stdout
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("GIT_")}
+    environment |= {"GIT_DIR": f"{ROOT}/.git", "GIT_WORK_TREE": f"{ROOT}"}
+    command = ["git", "-C", ROOT, *arguments]
+    return subprocess.run(command, capture_output=True, errors="replace", env=environment).stdout
 
 
 def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:

@@ -3,6 +3,7 @@
 Only safetensors are read, so that a foreign folder cannot run code.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -11,9 +12,9 @@ import re
 import tempfile
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -122,13 +123,9 @@ def save_tokenizer(folder, tokenizer):
     An EOS stands for a BOS and a padding token that it lacks, as in `special_ids`.
     """
     tokenizer.backend_tokenizer.save(f"{folder}/tokenizer.json")
-    facts = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "bos_token": tokenizer.eos_token,
-        "pad_token": tokenizer.eos_token,
-    }
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    facts |= {"model_input_names": ["input_ids", "attention_mask"]}
+    facts |= dict.fromkeys(("bos_token", "pad_token"), tokenizer.eos_token)
     for key, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str):  # not a list of further ones, whose key is another in each
             facts[key] = token
@@ -229,33 +226,39 @@ def read_weights(model, folder):
 
     A bias that the decoder lacks must be zero. A `llama` with `attention_bias` has one on the
     attention's output. Some writers store a tied head in place of the embedding, or as well: then
-    both must be equal.
+    both must be equal. A decoder that was saved without its head lacks the prefix `model.`.
     """
     targets = model.state_dict()
     missing = set(targets)
+    tied_head = None
     for file in weight_files(folder):
-        with reading(file, "download or write it again"), safe_open(file, "pt") as tensors:
+        with open_tensors(file) as tensors:
             keys = tensors.keys()
         for key in keys:
-            with safe_open(file, "pt") as tensors:  # anew, or all that was read stays in memory
+            with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
                 source = tensors.get_tensor(key)
-            name = key
-            if key == "lm_head.weight" and key not in targets:
-                name = "model.embed_tokens.weight"
+            name = f"model.{key}" if f"model.{key}" in targets else key
             if name in missing:
                 copy_weight(source, targets[name], f"{file}: {name}")
                 missing.remove(name)
-            elif name in targets:
-                if not torch.equal(source.to(targets[name]), targets[name]):
-                    raise UserError(
-                        f"{file}: lm_head.weight differs from the embedding, though tied to it"
-                    )
-            elif name.endswith(".bias") and not source.any():
+            elif name == "lm_head.weight" and name not in targets:
+                tied_head = source
+            elif name.endswith(".bias") and name not in targets and not source.any():
                 continue
             elif not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
-                    f"{file}: {name}: expected no such tensor; only biases of zeros may be more"
+                    f"{file}: {name}: expected no such tensor, or no second one; only biases of "
+                    "zeros may be more"
                 )
+    if tied_head is not None:
+        embedding = targets["model.embed_tokens.weight"]
+        if "model.embed_tokens.weight" in missing:
+            copy_weight(tied_head, embedding, f"{folder}: lm_head.weight")
+            missing.remove("model.embed_tokens.weight")
+        elif not torch.equal(tied_head.to(embedding), embedding):
+            raise UserError(
+                f"{folder}: lm_head.weight differs from the embedding, though tied to it"
+            )
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
 
@@ -270,6 +273,35 @@ def copy_weight(source: Tensor, target: Tensor, name):
     target.copy_(parallel.distribute_like(source, target))
 
 
+def check_weights(folder, n_layers: int):
+    """Check the headers of a folder's safetensors before a model is built.
+
+    Raises `UserError` for weights that are not floats, and for fewer tensors than layers.
+    """
+    n = 0
+    for file in weight_files(folder):
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                n += 1
+                kind = tensors.get_slice(name).get_dtype()
+                if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16"):
+                    raise UserError(
+                        f"{file}: {name} is {kind}; expected weights that are not quantized"
+                    )
+    if n < n_layers:
+        raise UserError(
+            f"{folder}: num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
+        )
+
+
+@contextlib.contextmanager
+def open_tensors(file):
+    with reading(file, "download or write it again"):
+        file.open("rb").close()  # safetensors calls every failure to open "no such file"
+        with safetensors.safe_open(file, "pt") as tensors:
+            yield tensors
+
+
 def weight_files(folder) -> list[Path]:
     """Return the safetensors files of a model folder: one, or the shards that its index names."""
     single = folder / "model.safetensors"
@@ -277,8 +309,9 @@ def weight_files(folder) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(read_json(index, ["weight_map"], "download it again")["weight_map"].values())
-        return [folder / Path(shard).name for shard in sorted(shards)]
+        with reading(index, "download it again"):
+            shards = set(read_json(index)["weight_map"].values())
+            return [folder / Path(shard).name for shard in sorted(shards)]
     remedy = "expected it, or model.safetensors.index.json with the shards that it names"
     if (folder / "adapter_config.json").exists():
         remedy = MERGE

@@ -86,9 +86,12 @@ def check_tokenizer(tokenizer, folder):
     stored = read_json(folder / "tokenizer.json")
     # the library numbers added tokens in their order, whatever the files say
     added = {token["content"]: token["id"] for token in stored["added_tokens"]}
+    vocab = stored["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, with scores
+        vocab = [token for token, _ in vocab]
     # transformers adds an eos_token that the file lacks, with an id that no model knows
     eos = tokenizer.eos_token
-    if eos not in added and tokenizer.eos_token_id >= len(stored["model"]["vocab"]):
+    if eos not in added and eos not in vocab:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
     for i, token in config_of(folder).get("added_tokens_decoder", {}).items():
         added[token["content"]] = int(i)

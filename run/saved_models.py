@@ -36,14 +36,18 @@ class Checkpoint(NamedTuple):
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return read_tokenizer(self.folder)
 
+    @property
+    def first_token(self) -> int:
+        """The id before the first token of a text."""
+        return self.tokenizer.eos_token_id if self.bos is None else self.bos
+
     def encode(self, text) -> list[int]:
         """Return the ids of a text, after the token that starts a document."""
-        first = self.tokenizer.eos_token_id if self.bos is None else self.bos
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         for i, token in self.tokenizer.added_tokens_decoder.items():
             if token.special and i in ids:
                 note(f"{self.name}: {token.content!r} is one token here, plain text in training")
-        return [first, *ids]
+        return [self.first_token, *ids]
 
     def load(self, dtype, device, rows=None) -> Teacher:
         return load_teacher(self.folder, dtype, device, rows=rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.errors import UserError, note
-from lib.files import read_json
+from lib.files import read_json, reading
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
 from model import (
@@ -19,11 +19,11 @@ from model import (
     Qwen2,
     Qwen2Config,
     StudentDecoder,
-    Unsupported,
     config_file,
     flops_per_token,
     init_student,
     load_config,
+    read_shape,
 )
 
 # What a student's shape inherits from its teacher.
@@ -127,7 +127,7 @@ def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1, as_stude
     several = f"{name}".split(",")
     if len(several) > 1:
         return Ensemble(load_model(each, dtype, device, shard) for each in several)
-    if isinstance(load_shape(name), Qwen2Config):
+    if is_native(name):
         decoder = StudentDecoder if as_student else Qwen2
         return decoder.from_pretrained(name, dtype, device, shard)
     from run.transformers_models import load_foreign  # few runs need it
@@ -142,33 +142,34 @@ def draw_model(shape, seed: int):
     from run.transformers_models import Foreign
 
     torch.manual_seed(seed)
-    return Foreign("student", shape.build())
+    with reading("student", "choose another shape"):
+        return Foreign("student", shape.build())
 
 
 def load_shape(name):
     """Return the shape of a model of any family, from its config.json."""
-    try:
+    if is_native(name):
         return load_config(name)
-    except Unsupported:
-        if "probe" in read_json(config_file(name)):  # an edited student, which model.py computed
-            raise
     from run.transformers_models import foreign_config, shape_of
 
     return shape_of(foreign_config(name))
 
 
+def is_native(name) -> bool:
+    file = config_file(name)
+    _, reason = read_shape(file)
+    if reason and "probe" in read_json(file):
+        raise UserError(f"{name}: {reason}; restore what was edited in model.py for this student")
+    return reason is None
+
+
 def model_flops(shape, seq_len, trained: bool) -> float:
-    """Return the FLOPs of one token, for a shape of any kind.
-
-    They are those of the forward pass, or of forward and backward: three times as many.
-    """
+    """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
     if isinstance(shape, Qwen2Config):
-        forward = flops_per_token(shape, seq_len)
-    else:
-        from run.transformers_models import foreign_flops_per_token
+        return flops_per_token(shape, seq_len, trained)
+    from run.transformers_models import foreign_flops_per_token
 
-        forward = foreign_flops_per_token(shape)
-    return 3 * forward if trained else forward
+    return foreign_flops_per_token(shape) * (3 if trained else 1)
 
 
 @functools.cache
@@ -182,7 +183,9 @@ def check_teacher(name, tokenizer, seq_len):
     for each in name.split(","):
         shape = load_shape(each)
         check_context(f"teacher={each}", shape.max_position_embeddings, seq_len)
-        check_vocabulary(f"teacher={each}", shape.vocab_size, tokenizer)
+        check_vocabulary(
+            f"teacher={each}", shape.vocab_size, tokenizer, "logits are matched token by token"
+        )
         check_ids("teacher", each, tokenizer)
 
 
@@ -193,12 +196,17 @@ def check_ids(key, name, tokenizer, may_lack=False):
     may_lack  whether it may lack some of the tokens
     """
     folder = find_folder(name)
+    older = folder / "vocab.json"  # which lacks added tokens
     if str(folder) == tokenizer.name_or_path:
         return  # the tokenizer of the rows itself
-    if not (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").is_file():
+        ids = load_tokenizer(name).get_vocab()
+    elif older.is_file():
+        ids = read_json(older)
+        may_lack = True
+    else:
         note(f"{key}={name}: no tokenizer.json to compare with that of the rows")
         return
-    ids = load_tokenizer(name).get_vocab()
     for token, index in sorted(tokenizer.get_vocab().items()):
         theirs = ids.get(token)
         if theirs != index and not (may_lack and theirs is None):
@@ -215,7 +223,7 @@ def check_context(name, limit: int | None, seq_len):
         )
 
 
-def check_vocabulary(name, n_vocab: int, tokenizer):
+def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"):
     """Raise `UserError` if a vocabulary has fewer tokens than texts need.
 
     No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
@@ -225,7 +233,8 @@ def check_vocabulary(name, n_vocab: int, tokenizer):
     n_tokens = max(set(tokenizer.get_vocab().values()) - unused) + 1
     if n_tokens > n_vocab:
         raise UserError(
-            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
+            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
+            f"{remedy}"
         )
 
 

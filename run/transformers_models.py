@@ -26,12 +26,14 @@ from lib.files import atomic_folder, reading
 from lib.head import OutputHead, soft_cap
 from lib.hf import (
     all_finite,
+    check_weights,
     find_folder,
     generation_ids,
     save_tokenizer,
     special_ids,
 )
-from model import Qwen2, config_file, is_near
+from lib.torch_setup import mend_compiler
+from model import config_file, is_near
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
@@ -77,10 +79,17 @@ def foreign_config(name) -> transformers.PretrainedConfig:
                 "expected weights in fp8 or mxfp4, or not quantized"
             )
         quantized["dequantize"] = True
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
+        )
     text = config.get_text_config()
     text.pad_token_id = None  # else a student would never train that token's embedding
     for key, value in vars(text).items():
-        if "drop" in key and isinstance(value, float):
+        is_noise = "drop" in key or "jitter" in key
+        if (text.model_type, key) == ("phimoe", "router_jitter_noise"):
+            is_noise = False  # a threshold of its routers
+        if is_noise and isinstance(value, float):
             setattr(text, key, 0.0)
     return config
 
@@ -141,7 +150,8 @@ class Foreign(nn.Module):
         head = self.lm.get_output_embeddings()
         dtype = dtype or head.weight.dtype
         if recompute:
-            self.lm.activation_checkpointing_enable()
+            with reading("recompute=True", "choose another student, or a smaller micro_batch"):
+                self.lm.activation_checkpointing_enable()
         with torch.autocast(idx.device.type, dtype, enabled=dtype != head.weight.dtype):
             h = self.lm.base_model(idx, use_cache=False)[0]
         h = h.to(dtype) * self.scale  # Mamba's are in fp32, whatever its head
@@ -168,7 +178,11 @@ class Foreign(nn.Module):
         lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
 
-    compile_layers = Qwen2.compile_layers
+    def compile_layers(self):
+        """Run each layer under torch.compile, with graph breaks where its code needs them."""
+        mend_compiler()
+        for layer in self.layers:
+            layer.compile(dynamic=False)
 
     def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
@@ -225,6 +239,8 @@ def read_foreign(name, dtype, device):
     folder = find_folder(name)
     config = foreign_config(name)
     quantized = getattr(config, "quantization_config", None)
+    if not quantized:
+        check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
     with reading(folder, "choose another model"):
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,

@@ -198,6 +198,7 @@ data: eos_id=3, the tokenizer has 0; prepare it again
 tokenizer teacher: not the one that data was prepared with
 {NEW} => fill train 259 => data/train.bin: an id beyond the vocabulary of 259
 {NEW} => echo {{ > teacher/config.json => teacher.*: cannot be used
+{NEW} => echo '{{"model_type": "t5"}}' > teacher/config.json => teacher: t5 is an encoder-decoder
 {NEW} => set student/config.json vocab_size=100 => \
 student=student: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => set teacher/config.json vocab_size=100 => \
@@ -211,9 +212,10 @@ teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => tensor {WEIGHTS} {NORM} None => teacher: missing tensor {NORM}
 {NEW} => tensor {WEIGHTS} more torch.ones(1) => {WEIGHTS}: .*more
 {NEW} => tensor {WEIGHTS} {NORM} x[:-1] => {WEIGHTS}: {NORM} is \(11,\)
-{NEW} => tensor {WEIGHTS} {NORM} x.int() => {WEIGHTS}: {NORM} .torch.int32.: expected floats
+{NEW} => tensor {WEIGHTS} {NORM} x.int() => \
+{WEIGHTS}: {NORM} is I32; expected weights that are not quantized
 {NEW} => tensor {WEIGHTS} lm_head.weight torch.ones(259,12) => \
-{WEIGHTS}: lm_head.weight differs from the embedding
+teacher: lm_head.weight differs from the embedding
 {NEW} => set teacher/config.json quantization_config={{"bits":4}} => \
 teacher: config.json has a quantization_config
 {NEW} => rm teacher/tokenizer.json => teacher: no tokenizer.json
@@ -315,7 +317,7 @@ unexpected keyword argument 'txt'; expected a dict of name, share; text, con
 {NEW} => set student/config.json num_key_value_heads=3 => num_key_value_heads=
 {NEW} => set student/config.json max_position_embeddings=8 => student=student supports 8 positions
 {NEW} => set teacher/config.json max_position_embeddings=8 => teacher=teacher supports 8 positions
-{NEW} => set teacher/config.json hidden_size="x" => hidden_size='x': expected int
+{NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
 {NEW} => cd teacher; echo 'raise SystemExit("ran")' > mine.py; \
 echo '{{"model_type": "mine", "auto_map": {{"AutoConfig": "mine.Mine"}}}}' > config.json => \
 contains custom code

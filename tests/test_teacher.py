@@ -21,7 +21,7 @@ from lib.files import write_json
 from lib.hf import load_tokenizer, weights_hash
 from lib.metrics import logits_of
 from losses import METHODS
-from model import PRESETS, Qwen2, Qwen2Config, init_student, is_near, load_config, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.methods import head_losses
 from run.saved_models import open_checkpoint
 from run.teacher import (
@@ -32,7 +32,7 @@ from run.teacher import (
     load_teacher,
     model_flops,
 )
-from run.transformers_models import check_logits
+from run.transformers_models import check_logits, is_near
 from tests.test_losses import assert_near
 from tests.world import (
     DEMO,
@@ -79,6 +79,7 @@ olmo 2 => olmo2 => {}
 smollm 3 => smollm3 => {}
 gemma 3 => gemma3_text => {"head_dim": 8, "sliding_window": 8}
 phi 3 => phi3 => {}
+jitter => phimoe => {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": null}
 mixture of experts => olmoe => {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
 mamba => mamba => {"state_size": 4}
 gpt 2 => gpt2 => {}
@@ -130,7 +131,7 @@ def transformers_logits(folder):
 
 def logits(model, ids=IDS):
     h = model.hidden(ids)
-    return logits_of(h.flatten(0, 1), model.head[:V]).view(*ids.shape, V)
+    return logits_of(h.flatten(0, 1), model.head).view(*ids.shape, V)
 
 
 def check_close(ours, expected):
@@ -197,15 +198,18 @@ def fp8(x):
 
 def mxfp4(x):
     """Codes of 4 bits, two in a byte, and an exponent for each 32 of them, as gpt-oss has them."""
-    exponents = torch.randint(118, 123, (*x.mT.shape[:-1], x.shape[1] // 32))
-    blocks = torch.full((*exponents.shape, 16), 0xD2)  # codes 2 and 13: 1 and -3
-    values = torch.tensor([1.0, -3.0] * 16) * 2.0 ** (exponents - 127)[..., None]
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(16, (*x.mT.shape[:-1], x.shape[1] // 32, 32))
+    exponents = torch.randint(118, 123, codes.shape[:-1])
+    values = torch.cat((numbers, -numbers))[codes] * 2.0 ** (exponents - 127)[..., None]
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
     parts = {"_blocks": blocks.byte(), "_scales": exponents.byte()}
     return parts, values.flatten(-2).mT.contiguous()
 
 
 QUANTIZED = {
     "fp8": ("qwen3", "proj.weight", fp8, {"weight_block_size": [16, 8]}),
+    "fp8 mixture": ("qwen3_moe", "proj.weight", fp8, {"weight_block_size": [16, 8]}),
     "mxfp4": ("gpt_oss", "_proj", mxfp4, {}),
 }
 
@@ -215,6 +219,7 @@ QUANTIZED = {
 def test_quantized_teachers_are_those_of_the_dequantized_weights(kind, dtype, make, tmp_path):
     family, suffix, quantize, keys = QUANTIZED[kind]
     sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make(family, sizes)
     file = f"{folder}/model.safetensors"
     stored = {}
@@ -228,7 +233,7 @@ def test_quantized_teachers_are_those_of_the_dequantized_weights(kind, dtype, ma
     safetensors.torch.save_file(exact, file, {"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     safetensors.torch.save_file(stored, file, {"format": "pt"})
-    facts = {"quant_method": kind, **keys}
+    facts = {"quant_method": kind.partition(" ")[0], **keys}
     edit(f"{folder}/config.json", f"quantization_config={json.dumps(facts)}", 'dtype="bfloat16"')
     teacher = load_teacher(folder, dtype, torch.device("cpu"))
     with torch.no_grad():
@@ -359,27 +364,7 @@ def test_a_model_with_any_key_has_transformers_logits(family, change, by, make):
     edit(f"{folder}/config.json", change)
     teacher = load(folder)
     assert isinstance(teacher.model, Qwen2) == (by == "native")
-    check_close(logits(teacher), transformers_logits(folder))
-
-
-UNFIT = r"""
-olmo2 => {} => num_hidden_layers=1 => has no place for tensor model.layers.1\..* \(11 in all\)
-olmo2 => {} => rope_parameters=3 => config.json: cannot be used
-qwen3 => {"head_dim": 6} => layer_types=["sliding_attention","full_attention"] sliding_window=8 => \
-cannot be used
-qwen3 => {"head_dim": 6} => is_causal=false => depend on later tokens
-llama4_text => {"intermediate_size_mlp": 36, "num_local_experts": 2} => use_cache=true => \
-its logits are not hidden states times head
-"""
-
-
-@pytest.mark.parametrize(("family", "keys", "changes", "message"), read_table(UNFIT))
-def test_a_model_that_does_not_fit_is_refused(family, keys, changes, message, make):
-    """Its config the tensors, or its logits a head; or transformers refuses a layer."""
-    folder = make(family, json.loads(keys))
-    edit(f"{folder}/config.json", *changes.split())
-    with refusal(message):
-        load(folder)
+    check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
 
 MASKED = read_table("""
@@ -398,18 +383,39 @@ def test_masks_that_old_checkpoints_hold_are_left_out(mask, family, keys, make):
     check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
 
-SPOILED = read_table(r"""
-lm_head => None => missing tensor lm_head
-model.embed_tokens => torch.cat((x[:-1], x[-1:] * torch.nan)) => embed_tokens.weight is not finite
-""")
+UNFIT = r"""
+olmo2 => {} => num_hidden_layers=1 => has no place for tensor model.layers.1\..* \(11 in all\)
+olmo2 => {} => num_hidden_layers=1000000 => num_hidden_layers=1000000, but its safetensors have 25
+olmo2 => {} => rope_parameters=3 => config.json: cannot be used
+qwen3 => {"head_dim": 6} => layer_types=["sliding_attention","full_attention"] sliding_window=8 => \
+cannot be used
+qwen3 => {"head_dim": 6} => is_causal=false => depend on later tokens
+llama4_text => {"intermediate_size_mlp": 36, "num_local_experts": 2} => use_cache=true => \
+its logits are not hidden states times head
+"""
 
 
-@pytest.mark.parametrize(("name", "new", "message"), SPOILED)
-def test_every_weight_must_be_there_and_finite(name, new, message, make):
-    """Also the embedding of a token that few texts have."""
-    folder = make(*FOREIGN["olmo 2"])
-    tensor(f"{folder}/model.safetensors", f"{name}.weight", new)
+@pytest.mark.parametrize(("family", "keys", "changes", "message"), read_table(UNFIT))
+def test_a_model_that_does_not_fit_is_refused(family, keys, changes, message, make):
+    """Its config the tensors, or its logits a head; or transformers refuses a layer."""
+    folder = make(family, json.loads(keys))
+    edit(f"{folder}/config.json", *changes.split())
     with refusal(message):
+        load(folder)
+
+
+def test_a_model_without_its_head_is_refused(make):
+    folder = make(*FOREIGN["olmo 2"])
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with refusal(r"missing tensor lm_head\.weight"):
+        load(folder)
+
+
+def test_a_weight_that_few_texts_touch_must_be_finite_too(make):
+    folder = make(*FOREIGN["olmo 2"])
+    spoiled = "torch.cat((x[:-1], x[-1:] * torch.nan))"
+    tensor(f"{folder}/model.safetensors", "model.embed_tokens.weight", spoiled)
+    with refusal(r"model\.embed_tokens\.weight is not finite"):
         load(folder)
 
 
@@ -420,7 +426,7 @@ def test_every_weight_must_be_there_and_finite(name, new, message, make):
 def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, context, tmp_path):
     facts = {"model_type": family, "hidden_size": 128, "vocab_size": 9, "num_key_value_heads": 2}
     write_json(tmp_path / "config.json", ONE_LAYER | {"intermediate_size": 8} | facts)
-    shape = load_config(tmp_path)
+    shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)
     assert shape.qk_norm == (family == "qwen3") and not shape.attention_bias
 
@@ -432,8 +438,11 @@ def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_pa
     init_student(small, 3).save_pretrained(padded, load_tokenizer(TOKENIZER))
     capped = make("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8})
     names = [f"{tiny}/teacher", capped, f"{padded}"]
-    z = logits(load(",".join(names)))
-    mean = sum(logits(load(name)).double().softmax(-1) for name in names) / 3
+    teacher = load(",".join(names))
+    z = logits_of(teacher.hidden(IDS).flatten(0, 1), teacher.head)
+    one_by_one = [load(name) for name in names]
+    zs = [logits_of(t.hidden(IDS).flatten(0, 1), t.head[:V]) for t in one_by_one]
+    mean = sum(each.double().softmax(-1) for each in zs) / 3
     assert_close(z.double().exp(), mean, rtol=1e-5, atol=1e-12)
 
     data = shutil.copytree(tiny / "data", tmp_path / "data")

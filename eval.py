@@ -78,7 +78,7 @@ from lib.stats import half_interval
 from lib.tokens import token_bytes
 from lib.vocab import IGNORE
 from run.provenance import content_hash
-from run.results import has_model, students_of
+from run.results import has_model, left_out, students_of
 from run.saved_models import Checkpoint, check_content, open_checkpoint
 from run.teacher import Teacher, check_context, check_teacher, inherited, load_teacher
 from run.teacher_cache import open_cached, progress
@@ -395,7 +395,10 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     checkpoints = []
-    for name in students_of(args.paths, has_model):
+    names = students_of(args.paths, has_model)
+    for folder in left_out(args.paths, names):
+        note(f"{folder}: left out (it stopped, or has no checkpoint yet)")
+    for name in names:
         c = open_checkpoint(name)
         if c.run and c.results != c.folder.parent:
             note(f"{name}: scoring the checkpoint {c.folder.parent}")

@@ -186,7 +186,8 @@ class HeadLoss(Head):
     """One student in `head_losses`: its head, its method, and what is added up over positions.
 
     inputs     of the head; and the parameters of an objective that is a module
-    gradients  of the inputs: dh [B * T, D], dw [V, D] in fp32 or wider, and those of parameters
+    gradients  of the inputs: dh [B * T, D], dw [V, D] in fp32 or wider (None before the first
+               positions), and those of parameters
     loss       [] sum of the forward batches' mean losses
     sums       of the method's terms
     n_valid    [B * T] number of valid positions in each position's forward batch, at least 1
@@ -197,8 +198,7 @@ class HeadLoss(Head):
     def __init__(self, h, w, method, y, n_valid, compile):
         super().__init__(h, w, y)
         self.dh = torch.zeros_like(self.h)
-        self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
-        self.gradients = [self.dh, self.dw]
+        self.gradients = [self.dh, None]
         self.loss = 0.0
         self.sums = Counter()
         self.y = y
@@ -223,7 +223,10 @@ class HeadLoss(Head):
             dz = self.head.before_cap(dz, z_s)
         del z_s
         self.dh[here] = mm(dz, self.w)
-        add_mm(self.dw, dz.t(), self.h[here])
+        if self.gradients[1] is None:  # not earlier: the objective needs the memory
+            self.gradients[1] = mm(dz.t(), self.h[here])
+        else:
+            add_mm(self.gradients[1], dz.t(), self.h[here])
         if gradients:
             torch._foreach_add_(self.gradients[2:], gradients)
         self.loss += loss

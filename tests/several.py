@@ -5,7 +5,7 @@ main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
 a signal in the second update; where it ends in "..", process 1 reads other tensors; where it ends
 in "foreign", process 1 cannot read the teacher. Process 1 prints how many numbers of teacher and
-students it holds, and the exit codes of runs that fail.
+students it holds, the exit codes of runs that fail, and how long its groups wait.
 """
 
 import multiprocessing
@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of them)
 
 import configure
@@ -52,7 +53,8 @@ def count_and_loop(run, rows, val, teacher, students):
 def work(runs):
     stop = parallel.stop
     parallel.stop = lambda: None  # the same processes serve every run
-    parallel.start(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    parallel.start(cpu, 7)
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
@@ -64,6 +66,10 @@ def work(runs):
         codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
+    groups = dist.distributed_c10d._world.pg_map
+    seconds = {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
+    if parallel.rank() == 1:
+        print(f"process 1: its {len(groups)} groups wait for {seconds} s")
     stop()
 
 

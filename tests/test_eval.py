@@ -483,9 +483,12 @@ def read(folder, kind="figures"):
 
 
 def test_from_checkpoints_to_tables(out, capsys):
-    """A run's folder stands for its students that have finished."""
+    """A run's folder stands for its students; those that are not finished are named."""
+    (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
-    text = capsys.readouterr().out
+    output = capsys.readouterr()
+    assert f"{out}/tad: left out (it stopped, or has no checkpoint yet)\n" in output.err
+    text = output.out
     assert "Accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
     assert re.search(r"targets in 11 rows of \d+ documents; teacher: ", text)
     figures = {method: read(out / method)["values"] for method in ("pretrain", "alra")}

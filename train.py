@@ -43,7 +43,8 @@ from run.checkpoints import (
     resume,
     save_checkpoints,
     save_model,
-    stop,
+    say_if_unsaved,
+    stop_diverged,
     wait_for_writer,
 )
 from run.log import (
@@ -128,7 +129,8 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
             raise UserError(
                 f"shard={cfg.shard}: {name} trains parameters beside the student's; set shard=1"
             )
-        parallel.shard(model, cfg.shard, torch.device(cfg.device), dtype)
+        device = torch.device(cfg.device)
+        parallel.shard(model, cfg.shard, device, dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 
@@ -190,9 +192,10 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     """
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
+    n_processes = parallel.world()
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
-    for _ in range(n_micro // parallel.world()):
+    for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
         heads = [s.model.head for s in students]  # `hidden` gathers a sharded head
@@ -208,8 +211,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             for key, value in sums.items():  # over the labels of these rows
                 s.sums[key] += value.double()
         n_valid += n
-    for s in students:
-        parallel.sum_gradients(s.trained)
+    if n_processes > 1:
+        for s in students:
+            parallel.sum_gradients(s.trained)
 
     # one wait for the device, for all students
     norms = torch.stack([clip_gradients(s.trained, cfg.clip) for s in students]).tolist()
@@ -232,7 +236,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     return n_valid
 
 
-def loop(run, rows, val, teacher, live):
+def loop(run, rows, val, teacher, students):
     """Train until `max_steps` is reached, a signal arrives, or every student has stopped.
 
     A checkpoint comes last in a step, so that it is never ahead of the log.
@@ -240,6 +244,7 @@ def loop(run, rows, val, teacher, live):
     cfg = run.cfg
     if cfg.histogram_every_steps:
         from run.histograms import log_histograms  # few runs need it
+    live = resume(students, run)
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may look up ahead
         stream = read_ahead(stream)
@@ -255,14 +260,14 @@ def loop(run, rows, val, teacher, live):
 
         n_valid = update(live, teacher, stream, run.step, cfg)
         run.count_update(n_valid, exits.must_stop(live))
-        for s in live:
-            if s.stopped:
-                stop(s, run)
-        live = [s for s in live if not s.stopped]
+        validation_is_due = run.is_due(cfg.val_every_steps)
+        live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 
+        if run.unsaved:
+            say_if_unsaved(run)
         if live and run.is_due(cfg.log_every_steps):
             log_terms(live, teacher, learning_rate(run.step - 1, cfg), run)
-        if live and run.is_due(cfg.val_every_steps):
+        if live and validation_is_due:
             log_validation(live, validate(live, teacher, val, cfg), val, run)
         if live and run.save:
             save_checkpoints(live, run)
@@ -270,7 +275,7 @@ def loop(run, rows, val, teacher, live):
             run.began = time.perf_counter()  # for the ETA: the first update may compile
         bar.update()
     bar.close()
-    parallel.on_first(finish_saving, run)
+    finish_saving(run)
     parallel.on_first(write_waiting)
 
 
@@ -346,10 +351,15 @@ def advance_state(s, n_valid: int):
 
 def count_skipped_update(s, step, cfg):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
+    # `s.sums` covers all updates since the last log entry: a term that was bad in an earlier one is
+    # named too
+    bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
+    causes = ", ".join(bad_terms) or "the gradient alone"
+    reason = f"gradient norm {s.gnorm}, not finite: {causes}"
     s.skipped += 1
-    say(f"{s.name}, step {step + 1}: skipped, {s.skipped} in a row; gradient norm {s.gnorm}")
+    say(f"{s.name}, step {step + 1}: skipped the update, {s.skipped} in a row; {reason}")
     if s.skipped > cfg.max_skipped_updates:
-        s.stopped = f"{s.skipped} updates in a row skipped; gradient norm {s.gnorm}"
+        s.stopped = f"{s.skipped} updates in a row skipped; {reason}"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -392,8 +402,9 @@ def train_students(cfg) -> int:
     val = startup.open_data(cfg, "val")
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows))
-    found = parallel.on_first(read_folder, run)
-    rate = learning_rate(cfg.max_steps - 1, cfg)  # refuses an unknown schedule
+    run.found = parallel.on_first(read_folder, run)
+    learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
+    rate = learning_rate(cfg.max_steps - 1, cfg)
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         say(
             f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "
@@ -404,8 +415,7 @@ def train_students(cfg) -> int:
     teacher = open_teacher(cfg, rows, val)
     d_t = weight_of(teacher.head).shape[1] if teacher else None
     students = [make_student(name, cfg, tokenizer, d_t) for name in cfg.methods]
-    live = resume(students, found, run)
-    loop(run, rows, val, teacher, live)
+    loop(run, rows, val, teacher, students)
     for s in students:
         if not s.stopped and not run.stop:
             save_model(s, run)

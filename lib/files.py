@@ -7,7 +7,9 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
+import time
 from pathlib import Path
 
 from lib.errors import UserError, first_line, note, remedy_of
@@ -120,20 +122,32 @@ def atomic_folder(path):
 def locked(folder, busy: str):
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on an empty file, as NFS shows such locks to all hosts.
+    The lock is on a file, as NFS shows such locks to all hosts. The file says who held it last. A
+    link is refused, since writing that would replace the content of a file elsewhere.
 
     busy    the error if another process holds the lock
     """
+    lock_file = folder / ".alra-lock"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".alra-lock").open("a")
+        if lock_file.is_symlink() or (lock_file.exists() and lock_file.stat().st_nlink > 1):
+            raise UserError(f"{lock_file}: is a link to another file; remove it")
+        file = lock_file.open("a+b", 0)  # unbuffered: on a full disk, `close` has nothing to write
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(busy) from error
+            file.seek(0)
+            raise UserError(f"{busy} ({file.read().decode().strip()})") from error
         except OSError as error:  # a file system without locks
-            note(f"{folder}: no lock ({error}); start no second program there while this one runs")
+            note(
+                f"{lock_file}: no lock ({error}); start no second program in {folder} while this "
+                "one runs"
+            )
+        holder = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
+        with writing(lock_file):
+            file.truncate(0)
+            file.write(holder.encode())
         yield
 
 
@@ -151,11 +165,12 @@ def write_json(path, value: dict):
 def append_line(path, record: dict):
     """Add a record to a file of JSON lines, whose last line a kill may have cut short."""
     line = json.dumps(record, allow_nan=False) + "\n"
-    with writing(path):
-        if path.is_file() and path.read_bytes()[-1:] not in b"\n":
+    with writing(path), path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        if path.is_file() and file.read(1) not in b"\n":
             write_lines(path, read_lines(path))
-        with path.open("a") as file:
-            file.write(line)
+    with writing(path), path.open("a") as file:
+        file.write(line)
 
 
 def write_lines(path, records: list[dict]):

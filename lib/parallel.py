@@ -174,6 +174,11 @@ def is_sharded(x: Tensor | nn.Module) -> bool:
     return hasattr(x, "to_local") or hasattr(x, "unshard")
 
 
+def local(t: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of it unless it is sharded."""
+    return t.to_local() if is_sharded(t) else t
+
+
 def full_tensor(t: Tensor) -> Tensor:
     """Return all of a tensor, on every process."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t

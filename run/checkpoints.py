@@ -27,7 +27,6 @@ import platform
 import re
 import shlex
 import shutil
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,8 +40,8 @@ from lib import files, parallel
 from lib.device import gib
 from lib.errors import UserError
 from lib.files import read_json, reading
-from lib.hf import checkpoints_in, find_folder, tensors_hash
-from lib.source import edited, hashes, loaded_sources, merged, write_snapshot
+from lib.hf import all_finite, checkpoints_in, find_folder, tensors_hash
+from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
 from run.exits import write_exit
 from run.log import say
@@ -53,6 +52,17 @@ from run.teacher import load_model
 # files of tensors in a checkpoint
 MODEL = "model/model.safetensors"
 TRAINING = "training.pt"
+STATE = (  # what is read from a checkpoint's state.json
+    "made_by",
+    "init_sha256",
+    "sums",
+    "step",
+    "first_row_step",
+    "skipped",
+    "files_sha256",
+    "valid_tokens",
+    "since_log_tokens",
+)
 ANOTHER = "restore it, or use another checkpoint"
 WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 
@@ -60,17 +70,15 @@ WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 # resuming
 
 
-def resume(students, found, run) -> list[Student]:
+def resume(students, run) -> list[Student]:
     """Restore all students, and `run`, from their newest common checkpoint.
 
     A new run begins at step 0, or with the checkpoint that `resume_from` names. Returns the
     students that have not stopped.
-
-    found  what `read_folder` has returned
     """
     cfg = run.cfg
     parallel.check_agreement(initial_weights=students[0].init_sha256)
-    stops, sources, is_new = found
+    stops, sources, is_new = run.found
     for s in students:
         if s.name in stops:
             s.stopped = stops[s.name]["why"]
@@ -93,7 +101,7 @@ def resume(students, found, run) -> list[Student]:
     parallel.on_first(begin_logs, live, run)
     if live and is_new:
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
-        parallel.on_first(finish_saving, run)
+        finish_saving(run)
     return live
 
 
@@ -151,7 +159,9 @@ def check_methods(cfg):
 
 def read_checkpoint(path) -> tuple[Path, dict]:
     """Return a checkpoint and its state. Raises `UserError` unless it is as it was saved."""
-    state = read_json(path / "state.json", ["files_sha256"], ANOTHER)
+    state = read_json(path / "state.json", STATE, ANOTHER)
+    if path.name != f"step_{state['step']:08d}":
+        raise UserError(f"{path}: its name is not that of step {state['step']}; {ANOTHER}")
     check_files(path, state)
     return path, state
 
@@ -178,18 +188,20 @@ def check_same_run(name, checkpoint, state, run):
     changes = student_changes(state["made_by"], run.facts["made_by"][name])
     if changes:
         # config keys come first; of hashes the beginning is enough
-        phrases = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1", "; ".join(changes.values()))
+        phrases = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1", "; ".join(list(changes.values())[:3]))
         raise UserError(
-            f"{checkpoint}: contains a different run ({name}: {textwrap.shorten(phrases, 150)}); "
-            "choose another out_dir; --resume_from=CHECKPOINT goes on there, "
-            "--student_weights=CHECKPOINT starts anew"
+            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
+            "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
+            "its weights"
         )
 
 
 def say_edits(state, run):
     """Print what has changed since the run began: code, versions of packages, logs cut short."""
+    run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     earlier = state.get("code", {})  # an older version recorded none
-    changes = edited(earlier, hashes(loaded_sources()))
+    changes = edited(earlier, run.facts["code"])
+    changes += [f"{name} (gone)" for name in earlier if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     if changes:
         say(f"edited since the run began: {', '.join(changes)}")
@@ -197,12 +209,17 @@ def say_edits(state, run):
         log = Path(run.cfg.out_dir, name)
         if not log.is_file() or log.stat().st_size < size:
             say(f"{log}: has lost entries of the steps before {state['step']}")
-    run.facts["code"] = earlier
+    run.facts["code"] = merged(earlier, run.facts["code"])
 
 
 def branch_point(name):
     """Return the checkpoint `resume_from` and its state. The counts for a log begin anew."""
-    checkpoint, state = read_checkpoint(find_folder(name).parent)  # it finds CHECKPOINT/model
+    checkpoint = find_folder(name).parent  # find_folder returns CHECKPOINT/model
+    if not (checkpoint / "state.json").is_file():
+        raise UserError(
+            f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
+        )
+    _, state = read_checkpoint(checkpoint)
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0, "logs": {}}
 
 
@@ -252,9 +269,12 @@ def record_start(out, run):
 
 def say_summary(students, run):
     """Print machine, teacher, students and their size, and how far the run is."""
+    if parallel.rank() != 0:
+        return
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights
+    dtype = str(first.dtype).removeprefix("torch.")
     n_params = sum(p.numel() for p in first.model.parameters())
     # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
     n_kept = cfg.keep_checkpoints + 1
@@ -262,7 +282,7 @@ def say_summary(students, run):
         n_kept += cfg.max_steps // cfg.keep_every_steps
     n_bytes = len(students) * n_params * (12 * n_kept + 4)
     say(
-        f"{run.facts['machine']}, processes: {parallel.world()}, {first.dtype}, "
+        f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, "
         f"compile={cfg.compile}, micro_batch={cfg.micro_batch}"
     )
     say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")
@@ -322,13 +342,15 @@ A language model, trained by logit distillation.
 def save_checkpoints(live, run):
     """Copy every student to the CPU; a thread writes the checkpoints while training goes on.
 
-    The copies take 12 bytes for each parameter of each student.
+    The copies take 12 bytes for each parameter of each student. If the checkpoints before these
+    could not be written, as on a full disk, that is said, and the older ones are still there.
     """
     began = time.perf_counter()
-    wait_for_writer()  # or there would be copies of two steps
+    say_if_unsaved(run)
     copies = []
     out = Path(run.cfg.out_dir)
-    logs = {f"{file.relative_to(out)}": file.stat().st_size for file in out.rglob("*.jsonl")}
+    logs = [*out.glob("*.jsonl"), *out.glob("*/log.jsonl"), *out.glob("*/histograms.jsonl")]
+    sizes = {f"{x.relative_to(out)}": x.stat().st_size for x in logs}
     for s in live:
         tensors = {  # all that training has changed
             "model": s.scored.state_dict(),
@@ -337,31 +359,29 @@ def save_checkpoints(live, run):
         }
         if s.scored is not s.model:
             tensors["trained"] = s.model.state_dict()
-        state = student_facts(s, run) | {"skipped": s.skipped, "logs": logs}
-        state["sums"] = files.for_json(s.totals())
+        state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
+        state["logs"] = sizes
         copies.append((s, parallel.whole_on_cpu(tensors), state))
-    run.save_in(run.cfg.checkpoint_every_minutes)
     if parallel.rank() == 0:
-        WRITER.submit(try_to_write, copies, run.step, run)
+        run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
     run.save_sec += time.perf_counter() - began
+    run.save_in(run.cfg.checkpoint_every_minutes)
 
 
-def try_to_write(copies, step, run):
-    """Write checkpoints. If that fails, as on a full disk, say so, and let more be due soon."""
-    run.unsaved = None
+def say_if_unsaved(run):
+    """Wait until the checkpoints are written, and print why they could not be, if so."""
     try:
-        write_checkpoints(copies, step, run.cfg)
+        finish_saving(run)
     except UserError as error:
-        run.unsaved = str(error)
-        say(f"no checkpoint of step {step}: {error}; a run that goes on tries again in a minute")
+        say(f"step {run.step}: the last checkpoint is missing: {error}; another try is in a minute")
         run.save_in(minutes=1)
 
 
 def finish_saving(run):
     """Wait until the checkpoints are written. Raises `UserError` if they could not be."""
-    wait_for_writer()
-    if run.unsaved:
-        raise UserError(run.unsaved)
+    saving = run.saving
+    run.saving = None
+    parallel.on_first(lambda: saving and saving.result())
 
 
 def wait_for_writer():
@@ -373,9 +393,11 @@ def write_checkpoints(copies, step, cfg):
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
-            # torch's own file would not name the cause of an error
-            with (new / TRAINING).open("wb") as file:
-                torch.save(tensors, file)
+            try:
+                torch.save(tensors, new / TRAINING)
+            except RuntimeError:  # it names no cause, unlike an error of Python's own file
+                with (new / TRAINING).open("wb") as file:
+                    torch.save(tensors, file)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:
@@ -412,16 +434,16 @@ def load_checkpoint(path, state, s, run):
         s.extras.load_state_dict(saved["extras"])
         for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, values)
-        for key, value in state["sums"].items():
-            # the saved sums are over all processes, so the first process takes them
-            total = math.nan if value is None else value  # JSON has no NaN
-            total = 0.0 if parallel.rank() else total
-            s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
-        s.skipped = state["skipped"]
-        s.init_sha256 = state["init_sha256"]
-        run.step = state["step"]
-        run.valid_tokens = state["valid_tokens"]
-        run.since_log_tokens = state["since_log_tokens"]
+    for key, value in state["sums"].items():
+        # the saved sums are over all processes, so the first process takes them
+        total = math.nan if value is None else value  # JSON has no NaN
+        total = 0.0 if parallel.rank() else total
+        s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
+    s.skipped = state["skipped"]
+    s.init_sha256 = state["init_sha256"]
+    run.step = state["step"]
+    run.valid_tokens = state["valid_tokens"]
+    run.since_log_tokens = state["since_log_tokens"]
 
 
 def load_optimizer(optimizer, saved):
@@ -447,13 +469,27 @@ def load_optimizer(optimizer, saved):
 # stopping
 
 
+def stop_diverged(live, run, check_weights: bool) -> list[Student]:
+    """Stop the students that cannot continue. Returns the others."""
+    for s in live:
+        if check_weights and not s.stopped:
+            finite = [all_finite(parallel.local(p)) for p in s.trained]
+            # summed, so that all processes stop the same students
+            (diverged,) = parallel.all_reduce_sum([not all(finite)])
+            if diverged:
+                s.stopped = "its weights are not finite"
+        if s.stopped:
+            stop(s, run)
+    return [s for s in live if not s.stopped]
+
+
 def stop(s, run):
     """Write stopped.json, and print how the student can continue.
 
     It names the newest checkpoint before the last good update: from later ones, every gradient was
     bad.
     """
-    wait_for_writer()
+    say_if_unsaved(run)
     begin = ""
     for step, path in parallel.on_first(checkpoints_in, s.folder).items():
         if 0 < step < run.step - s.skipped:

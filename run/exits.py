@@ -14,8 +14,11 @@ why}, which a killed process does not. It gives an error its code, and raises it
 import contextlib
 import json
 import os
+import platform
 import shlex
 import signal
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -65,7 +68,9 @@ def reported(cfg):
     except Exception as error:
         error.exit_code = code_of(error)
         write_exit(cfg, error.exit_code, f"{type(error).__name__}: {first_line(error)}")
-        if isinstance(error, UserError) and not (TRAINING or error.is_shared):
+        if not isinstance(error, UserError):
+            write_traceback(cfg, error)
+        elif not (TRAINING or error.is_shared):
             parallel.all_gather(error)  # raises it here, and on the others at their next all_gather
         raise
     finally:
@@ -89,16 +94,31 @@ def code_of(error: Exception) -> int:
     # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo; a lost reader
     is_gloo = type(error) is RuntimeError and "gloo" in str(error)
     is_lost = is_gloo or isinstance(error, torch.distributed.DistError | BrokenPipeError)
+    # a card has failed; 710 is an assertion of a kernel, which would fail again
+    is_lost |= isinstance(error, torch.AcceleratorError) and error.error_code != 710
     # a scheduler may signal compilers and loggers too, whose failure then ends the run
     return TRY_AGAIN if is_lost or RECEIVED else getattr(error, "exit_code", 1)
 
 
+def step_reached() -> int | None:
+    return TRAINING[0].step if TRAINING else None
+
+
 def write_exit(cfg, code, why):
     """Write OUT/exit.json, unless another process has already written why the run ends."""
-    step = TRAINING[0].step if TRAINING else None
-    facts = {"code": code, "step": step, "max_steps": cfg.max_steps, "why": why}
+    facts = {"code": code, "step": step_reached(), "max_steps": cfg.max_steps, "why": why}
     with contextlib.suppress(OSError), Path(cfg.out_dir, "exit.json").open("x") as file:
         json.dump(facts, file)
+
+
+def write_traceback(cfg, error):
+    """Add an error's traceback to OUT/traceback_RANK.txt, with time, host, process and step."""
+    rank = parallel.rank()
+    place = f"{platform.node()}, process {rank}, step {step_reached()}"
+    error.add_note(f"{time.strftime('%FT%T%z')}, {place}")  # printed too
+    file = Path(cfg.out_dir, f"traceback_{rank}.txt")
+    with contextlib.suppress(OSError), file.open("a") as lines:
+        traceback.print_exception(error, file=lines)
 
 
 def exit_code(students, run) -> int:

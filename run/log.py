@@ -127,6 +127,13 @@ def log_validation(live, validated, val, run):
     for s in live:
         figures = validated[s.name]
         add_entry(s, {"step": run.step} | figures | references)
+        ce = figures["val_ce"]
+        uniform = references["val_uniform_ce"]
+        if not ce < uniform:
+            say(
+                f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
+                "that of a uniform guess; if it was lower before, try a smaller lr"
+            )
         if run.step == run.cfg.max_steps:
             say(verdict(s.name, figures | references))
 

@@ -80,7 +80,8 @@ def settings_of_run(cfg) -> dict:
 
 def by_content(value) -> object:
     """Return a setting, or the hash of the file that it names."""
-    if isinstance(value, str) and os.path.isfile(value):
+    is_path = isinstance(value, str) and ("/" in value or "." in value)  # a bare word is none
+    if is_path and os.path.isfile(value):
         return file_hash(Path(value))
     return value
 

@@ -160,11 +160,16 @@ def check_rows(folder, rows, val, name, tokenizer):
 def check_number_of_rows(cfg, rows):
     needed = (cfg.max_steps - rows.first_row_step) * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
+        remedy = "set --repeat_rows=True, or prepare more rows"
         n_steps = rows.first_row_step + rows.n // cfg.batch_rows
+        if n_steps:
+            shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
+            if cfg.warmup_steps > n_steps // 2:
+                shorter += f" --warmup_steps={n_steps // 10}"
+            remedy = f"set {shorter}, or {remedy}"
         raise UserError(
-            f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; set "
-            f"--max_steps={n_steps} --schedule_steps={n_steps}, or set --repeat_rows=True, or "
-            "prepare more rows"
+            f"max_steps={cfg.max_steps}: needs {needed:,} rows, "
+            f"{cfg.data_dir} has {rows.n:,}; {remedy}"
         )
     say(
         f"{cfg.data_dir}: {needed // cfg.batch_rows:,} updates of {cfg.batch_rows} rows are "

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class Run:
 
     cfg: Config
     facts: dict  # the provenance of every result (run/startup.py)
+    found: tuple = ()  # in its folder when it started (`checkpoints.read_folder`)
     step: int = 0  # updates done so far
     valid_tokens: float = 0  # labels so far
     since_log_tokens: float = 0  # labels since the last log entry
@@ -74,7 +76,8 @@ class Run:
     wait_sec: float = 0.0  # since then, for rows and for the teacher
     save_sec: float = 0.0  # since then, for checkpoints
     save_at: float = math.inf  # `time.perf_counter()` at which process 0 asks for checkpoints
-    unsaved: str | None = None  # why process 0 could not write the last ones
+    saving: Future | None = None  # the checkpoints that process 0 is writing
+    unsaved: bool = False  # whether they could not be written
     save: bool = False  # whether checkpoints are due after this update
     stop: bool = False  # whether some process has received a signal
 
@@ -101,10 +104,13 @@ class Run:
         """
         self.step += 1
         is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
-        n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
+        has_failed = self.saving and self.saving.done() and self.saving.exception()
+        numbers = [n_valid, has_signal, is_late, bool(has_failed)]
+        n_valid, n_signals, n_late, n_failed = parallel.all_reduce_sum(numbers)
         self.valid_tokens += n_valid
         self.since_log_tokens += n_valid
         self.stop = n_signals > 0
+        self.unsaved = n_failed > 0
         self.save = self.stop or n_late > 0 or self.is_due(self.cfg.checkpoint_every_steps)
 
 

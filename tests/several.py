@@ -3,9 +3,9 @@
 main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
-a signal in the second update; where it ends in "..", process 1 reads other tensors; where it ends
-in "foreign", process 1 cannot read the teacher. Process 1 prints how many numbers of teacher and
-students it holds, the exit codes of runs that fail, and how long its groups wait.
+a signal in the second update; where it ends in "..", process 1 reads other tensors. Process 1
+prints how many numbers of teacher and students it holds, the exit codes of runs that fail, and how
+long its groups wait.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of 
 import configure
 import train
 from lib import parallel
-from run import checkpoints, exits, provenance, transformers_models
+from run import checkpoints, exits, provenance
 from tests import world
 
 FORKS = multiprocessing.get_context("fork")
@@ -34,17 +34,11 @@ def update_or_signal(students, teacher, stream, step, cfg):
     return update(students, teacher, stream, step, cfg)
 
 
-def n_held(model) -> int:
-    """Return how many of a model's weights this process holds."""
-    parts = [p.to_local() if parallel.is_sharded(p) else p for p in model.parameters()]
-    return sum(p.numel() for p in parts)
-
-
 def count_and_loop(run, rows, val, teacher, students):
     for part in (teacher, *students):
         n = 0
         if hasattr(part, "model"):  # unless its hidden states are stored
-            n = n_held(part.model)
+            n = sum(parallel.local(p).numel() for p in part.model.parameters())
         if parallel.rank() == 1:
             print(f"process 1: {n} of {type(part).__name__} in {Path(run.cfg.out_dir).name}")
     loop(run, rows, val, teacher, students)
@@ -59,8 +53,6 @@ def work(runs):
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:
             checkpoints.file_hash = lambda file: "other"
-        if cfg.out_dir.endswith("foreign") and parallel.rank() == 1:
-            transformers_models.read_foreign = None
         code = configure.guard(lambda cfg=cfg: train.distil(cfg))
         checkpoints.file_hash = provenance.file_hash
         codes = parallel.all_gather(code)

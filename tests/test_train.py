@@ -5,10 +5,12 @@ import dataclasses
 import errno
 import math
 import os
+import platform
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -96,6 +98,10 @@ def break_gradient(student):
         return gradient * math.nan
 
     handle = student.model.head.register_hook(spoil)
+
+
+def break_weights(student):
+    student.model.head.data[0, 0] = math.nan
 
 
 def open_rows(tiny, name="train", **keys):
@@ -252,6 +258,25 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
         assert not torch.equal(chunks[name], grouped[name])
 
 
+def test_rows_are_read_while_the_teacher_runs(tiny):
+    """By a thread, one micro-batch ahead."""
+    is_read = [threading.Event() for _ in range(5)]
+    is_read[4].set()
+
+    def batch(index, device):
+        n = index[0] // 2  # of this micro-batch
+        is_read[n].set()
+        return n, None, 2
+
+    def hidden(n, rows, index):
+        return [*index], is_read[n + 1].wait(60)
+
+    rows = types.SimpleNamespace(first_row_step=0, n=8, batch=batch)
+    teacher = types.SimpleNamespace(hidden=hidden)
+    stream = train.micro_batches(rows, teacher, range(2), config(tiny, UNUSED))
+    assert [*stream] == [(n, None, 2, ([2 * n, 2 * n + 1], True)) for n in range(4)]
+
+
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
     """test_head.py has the loss that it then has."""
     student = train.make_student("tad", config(tiny, UNUSED, methods="tad", group=2))
@@ -369,6 +394,19 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished):
     assert all(p.requires_grad for p in student.model.parameters())
 
 
+def test_a_run_leaves_logs_and_facts(finished):
+    sha = weights_hash(init_student(STUDENT))
+    for method in METHODS:
+        steps = with_key(finished, method, "loss")
+        checks = with_key(finished, method, "val_ce")
+        assert [r["step"] for r in steps] == [2, 4, 6]
+        assert [r["step"] for r in checks] == [3, 6]
+        assert steps[-1]["nominal_tokens"] == 6 * 4 * SEQ > steps[-1]["valid_tokens"] > 0
+        assert checks[1]["val_ce"] < checks[0]["val_ce"]
+        facts = read_json(finished / method / "run.json")
+        assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
+
+
 def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished, tmp_path, run):
     """Per token, not per row, and before the update; a line of two updates averages two lines."""
     run(tmp_path, "--methods=vanilla_kd --log_every_steps=1")
@@ -377,7 +415,6 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
     assert singles[0]["ce"] == pytest.approx(ce, rel=1e-6)
     assert singles[0]["valid_tokens"] == n
     assert singles[0]["lr"] == 0.5e-2
-    assert singles[-1]["nominal_tokens"] == 6 * 4 * SEQ
     counts = np.diff([0] + [r["valid_tokens"] for r in singles])
     for i, record in enumerate(with_key(finished, "vanilla_kd", "loss")):
         part = slice(2 * i, 2 * i + 2)
@@ -466,11 +503,11 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
     save = torch.save
     names = []
 
-    def fail(tensors, file):
-        names.append(Path(file.name).relative_to(tmp_path).parts[0])
+    def fail(tensors, path):
+        names.append(path.parts[len(tmp_path.parts)])
         if len(names) == 6:  # vanilla_kd has that of step 4, alra not yet
             raise OSError(errno.ENOSPC, "No space left on device")
-        save(tensors, file)
+        save(tensors, path)
 
     with monkeypatch.context() as patch, refusal("No space left"):
         patch.setattr(torch, "save", fail)
@@ -481,15 +518,22 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
     assert f"{tmp_path}: step 2 of 6" in printed()
 
 
+@pytest.mark.parametrize(
+    ("spoil", "steps", "reason"),
+    [
+        (break_gradient, (2, 3), "5: 2 updates in a row skipped"),
+        (break_weights, (2,), "3: its weights are not finite"),
+    ],
+)
 def test_a_student_that_makes_only_bad_updates_stops_alone(
-    finished, tmp_path, hook_update, printed, run
+    finished, tmp_path, hook_update, printed, run, spoil, steps, reason
 ):
-    """Two bad gradients, of which one in a row may be."""
+    """Two bad gradients, of which one in a row may be, or weights that are not finite."""
     out = tmp_path / "out"
 
     def after(students, step, cfg):
-        if step in (2, 3) and cfg.out_dir == str(out):
-            break_gradient(students[0])
+        if step in steps and cfg.out_dir == str(out):
+            spoil(students[0])
 
     hook_update(after=after)
     flags = "--methods=vanilla_kd,alra --vanilla_kd.lr=0.005 --max_skipped_updates=1"
@@ -499,8 +543,7 @@ def test_a_student_that_makes_only_bad_updates_stops_alone(
     for _ in range(2):  # reported again, not tried again
         run(out, flags, 1)
         output = printed()
-        assert "vanilla_kd stopped at step 5: 2 updates in a row skipped" in output
-        assert hint in output
+        assert f"vanilla_kd stopped at step {reason}" in output and hint in output
         assert not (out / "vanilla_kd/model").exists()
     assert_same(out, finished, "alra")
     lower = tmp_path / "lower"
@@ -610,6 +653,14 @@ def test_tensorboard_and_wandb_get_the_entries_of_the_log(
     assert tensorboard.SummaryWriter.return_value.add_scalar.call_args_list == scalars
 
 
+def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
+    ces = iter([6.2, 6.3, math.nan])  # ln V is 6.24
+    monkeypatch.setattr(train, "validate", lambda *_: {"pretrain": {"val_ce": next(ces)}})
+    run(tmp_path, "--methods=pretrain --val_every_steps=2")
+    pattern = r"pretrain, step (\d): held-out CE (\S+) exceeds ln V = 6.24"
+    assert re.findall(pattern, printed()) == [("4", "6.30"), ("6", "nan")]
+
+
 def assert_end(out, code, step, why):
     end = read_json(out / "exit.json")
     assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
@@ -623,19 +674,38 @@ def test_moving_settings_are_in_the_log_and_one_that_was_set_stays(tmp_path, run
     assert not with_key(tmp_path, "taid@set", "t")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a compiler was killed"), UserError("no room")])
-def test_an_error_after_a_signal_is_to_be_tried_again(tiny, tmp_path, hook_update, error):
+def of_a_card(number):
+    error = torch.AcceleratorError("CUDA error")
+    error.error_code = number  # as torch sets it
+    return error
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "code"),
+    [
+        (["SIGTERM"], RuntimeError("a compiler was killed"), 75),
+        (["SIGTERM"], UserError("no room"), 75),
+        ([], of_a_card(214), 75),  # an uncorrectable memory error
+        ([], of_a_card(710), 1),  # an assertion of a kernel
+    ],
+)
+def test_an_error_after_a_signal_and_a_card_that_fails_are_to_be_tried_again(
+    tiny, tmp_path, hook_update, signals, error, code
+):
     """A scheduler may signal all processes of a job, compilers too."""
 
     def before(students, step, cfg):
         if step == 2:
-            exits.RECEIVED.append("SIGTERM")
+            exits.RECEIVED.extend(signals)
             raise error
 
     hook_update(before)
     cfg = config(tiny, tmp_path, methods="pretrain")
-    assert configure.guard(lambda: train.distil(cfg)) == 75
-    assert_end(tmp_path, 75, 2, f"{type(error).__name__}: {error}")
+    assert configure.guard(lambda: train.distil(cfg)) == code
+    assert_end(tmp_path, code, 2, f"{type(error).__name__}: {error}")
+    if not isinstance(error, UserError):
+        place = rf"\n[\w.]+: {error}\n\S+, {platform.node()}, process 0, step 2\n$"
+        assert re.search(place, (tmp_path / "traceback_0.txt").read_text())
 
 
 # as it loads; in the first update: at once; in a later one: after it
@@ -673,18 +743,21 @@ def test_a_signal_ends_a_run_and_loses_nothing(
     assert_same(tmp_path, finished, "alra")
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("sign", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_signals_wait_for_the_end_of_an_update_unless_the_parent_ignores_them(sign, tmp_path):
+def test_signals_wait_for_the_end_of_an_update_unless_the_parent_ignores_them(
+    sign, is_ignored, tmp_path
+):
     """And they are as before once the run has ended."""
     number = signal.Signals[sign]
-    before = signal.getsignal(number)
-    for handler, received in ((signal.SIG_IGN, []), (mock.Mock(), [sign])):
-        signal.signal(number, handler)
-        with exits.reported(mock.Mock(out_dir=tmp_path)):
-            exits.TRAINING.append(mock.Mock(step=2, first_step=1))
-            signal.raise_signal(number)
-            assert received == exits.RECEIVED
-        assert signal.signal(number, before) == handler
+    handler = signal.SIG_IGN if is_ignored else mock.Mock()
+    before = signal.signal(number, handler)
+    with exits.reported(mock.Mock(out_dir=tmp_path)):
+        exits.TRAINING.append(mock.Mock(step=2, first_step=1))
+        signal.raise_signal(number)
+        received = [] if is_ignored else [sign]
+        assert received == exits.RECEIVED
+    assert signal.signal(number, before) == handler
 
 
 def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):

@@ -78,18 +78,18 @@ five. The lowest mean is that of alra_u, of three seeds. Changed one at a time, 
 parts is shown to matter in CE: neither Eq. 14 in place of Eq. 13 (which raises top-5 agreement), \
 nor the adaptive budget in place of 9 or 25 tokens, nor the anchor, nor the pairs and their \
 weights; their intervals end at up to 0.21 nats, and without Holm's correction the anchor's \
-excludes 0 (p 0.04; with earlier students of the same settings 0.09). With as much cross-entropy as vanilla KD, ALRA \
-keeps most of its lead. Seeds 6 to 8 of ALRA and vanilla KD were added when those of 1 to 5 were \
-known, with gamma 1: -0.25 ± 0.14, Holm's p 0.08 over the first table's rows. All of ALRA's \
-students were then made again with gamma 5, which in these five seeds gives -0.24 ± 0.14, p 0.11. \
-Three rules said which students to make again after further trials (LOG.md): none, on 2026-11-23; \
-those whose settings a trial on record no longer chose, on 2026-11-24; those that a trial is \
-better than by more than 0.03, on 2026-11-25. By the last one ALRA and BiLD keep their rates, \
-though another was better in a trial (results/small_trials): with it, 2.28e-3, ALRA's CE differs \
-by -0.05 and +0.03 in seeds 1 and 2. Vanilla KD \
-has tried three rates at its tau, ALRA six at its gamma. Means over different seeds do not \
-subtract; differences are paired. Holm's p depends on the rows of its table. All of this is about \
-students of 1.1M parameters, one teacher and one text. It says nothing about students of 200M.""",
+excludes 0 (p 0.04; with earlier students of the same settings 0.09). With as much cross-entropy \
+as vanilla KD, ALRA keeps most of its lead. Seeds 6 to 8 of ALRA and vanilla KD were added when \
+those of 1 to 5 were known, with gamma 1: -0.25 ± 0.14, Holm's p 0.08 over the first table's \
+rows. All of ALRA's students were then made again with gamma 5, which in these five seeds gives \
+-0.24 ± 0.14, p 0.11. Three rules said which students to make again after further trials \
+(LOG.md): none, on 2026-11-23; those whose settings a trial on record no longer chose, on \
+2026-11-24; those that a trial is better than by more than 0.03, on 2026-11-25. By the last one \
+ALRA and BiLD keep their rates, though another was better in a trial (results/small_trials): with \
+it, 2.28e-3, ALRA's CE differs by -0.05 and +0.03 in seeds 1 and 2. Vanilla KD has tried three \
+rates at its tau, ALRA six at its gamma. Means over different seeds do not subtract; differences \
+are paired. Holm's p depends on the rows of its table. All of this is about students of 1.1M \
+parameters, one teacher and one text. It says nothing about students of 200M.""",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
     "fewer_seeds": dict.fromkeys(_variants, 3) | dict.fromkeys((*_others, *_parts, "alra_n"), 5),
     "tune": ("none",),

@@ -178,7 +178,7 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     """
     table = {}
     for key, c in columns.items():
-        e = estimate(c.factor * students[key].unstack("method", sort=False))
+        e = estimate(by_seed(students, key, c))
         if f"{key}_half" in students:
             halves = students[f"{key}_half"].astype(float).groupby("method").first()
             e["half"] = e["half"].fillna(c.factor * halves)
@@ -188,6 +188,11 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
         stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""
         table[c.heading] = stars + cells + stars
     return pd.DataFrame(table)
+
+
+def by_seed(students: pd.DataFrame, key, column) -> pd.DataFrame:
+    """Return one figure [seeds, methods] in the unit that is printed."""
+    return column.factor * students[key].unstack("method", sort=False)
 
 
 def accuracies(first, rows, reference, metric) -> list[str]:
@@ -252,7 +257,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
     table = pd.DataFrame()
     both = []  # of each difference that excludes 0 over seeds: whether it does over documents
     for key, c in columns.items():
-        values = c.factor * students[key].unstack("method", sort=False)  # [seeds, methods]
+        values = by_seed(students, key, c)
         e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
         for m, (n, mean, half, _) in e.iterrows():

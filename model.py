@@ -433,10 +433,10 @@ class Qwen2(nn.Module):
 
         The loaded model gives the same logits, and the loaded tokenizer the same ids.
 
+        folder     replaced if it is there; the folder that it is in must be there
         tokenizer  a `PreTrainedTokenizerFast` to write beside the model
         weights    the unsharded tensors by name, if this model's are sharded
         """
-        Path(folder).parent.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
         if type(self) is not Qwen2:

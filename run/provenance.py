@@ -49,6 +49,7 @@ def made_by(cfg, name) -> dict:
     # of the settings given to a student, `lr` alone is not among the method's
     hyper = default_settings(method.fn, method.term) | cfg.settings_of(name) | method.hyper
     hyper = {key: by_content(value) for key, value in hyper.items()}
+    shuffle_seed = cfg.seed if cfg.shuffle else None
     moving = {}  # hashes of the values over the whole schedule
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
@@ -65,7 +66,7 @@ def made_by(cfg, name) -> dict:
         "resume_from": content_hash(cfg.resume_from),
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
         "data_sha256": train["sha256"],
-        "order_sha256": order_hash(cfg, train["rows"]),
+        "order_sha256": order_hash(shuffle_seed, cfg.batch_rows, train["rows"], cfg.schedule_steps),
         "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
@@ -86,13 +87,14 @@ def by_content(value) -> object:
     return value
 
 
-@functools.cache
-def order_hash(cfg, n_rows: int) -> str:
-    """Return a hash of the rows of updates of the whole schedule: all, or 2,000 spread over it."""
-    seed = cfg.seed if cfg.shuffle else None
-    end = cfg.schedule_steps
+@functools.cache  # students of a seed share it
+def order_hash(shuffle_seed: int | None, batch_rows: int, n_rows: int, end: int) -> str:
+    """Return a hash of the rows of the updates before `end`: of all, or of 2,000 spread over them.
+
+    The other arguments are those of `row_order`.
+    """
     steps = np.linspace(0, end - 1, min(end, 2000)).astype(int).tolist()
-    rows = [row_order(step, cfg.batch_rows, n_rows, seed) for step in steps]
+    rows = [row_order(step, batch_rows, n_rows, shuffle_seed) for step in steps]
     return hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest()
 
 

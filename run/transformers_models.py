@@ -194,7 +194,6 @@ class Foreign(nn.Module):
 
         weights  the tensors by name, unsharded
         """
-        folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name.removeprefix("lm."): p for name, p in weights.items()}
         dtype = next(iter(tensors.values())).dtype
         with torch.device("meta"):  # training may go on with this model in another thread

@@ -4,6 +4,7 @@ It is set before torch is imported.
 """
 
 import functools
+import gc
 import importlib.metadata
 import os
 import sys
@@ -31,6 +32,10 @@ def pytest_configure(config):
 def pytest_collectstart():
     """Before any test computes. The process that only hands tests out to workers needs no torch."""
     import lib.torch_setup  # noqa: F401
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no later collection looks at what is imported
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ line on stderr. Nothing else may change.
 import contextlib
 import errno
 import importlib
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ import train
 from lib import files
 from lib.errors import UserError
 from lib.rows import quick_hash
-from model import Qwen2Config, init_student
+from model import Qwen2Config, StudentDecoder, init_student
 from run import checkpoints
 from run.provenance import file_hash
 from tests import world
@@ -379,6 +380,7 @@ BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may 
 def pristine(tmp_path_factory):
     """Text, models, rows, a finished run, and a stopped one: a copy, and the contents."""
     kept = tmp_path_factory.mktemp("faults") / "kept"
+    kept.mkdir()
     shape = {"vocab_size": 259, "rope_theta": 1e4, "max_position_embeddings": 64}
     tokenizer = world.make_tokenizer()
     student = init_student(Qwen2Config(8, 13, 1, 2, 1, **shape))
@@ -576,15 +578,20 @@ def test_a_file_system_may_lack_optional_calls_and_a_remedy_fits_its_error(
 
 
 @pytest.mark.parametrize("gone", ["new", "new/alra", "new/alra/checkpoints"])
-def test_a_run_makes_no_folder_of_its_own_twice(gone, folder, monkeypatch, capsys):
-    update = train.update
+@pytest.mark.parametrize(
+    ("owner", "name", "n"), [(train, "update", 2), (StudentDecoder, "save_pretrained", 3)]
+)
+def test_a_run_makes_no_folder_of_its_own_twice(gone, owner, name, n, folder, monkeypatch, capsys):
+    """It is moved before an update, or amid a checkpoint."""
+    calls = itertools.count()
+    function = getattr(owner, name)
 
-    def moved(*args):
-        if args[3] == 2:
+    def moving(*args):
+        if next(calls) == n:
             shutil.move(gone, "gone")
-        return update(*args)
+        return function(*args)
 
-    monkeypatch.setattr(train, "update", moved)
+    monkeypatch.setattr(owner, name, moving)
     assert run(NEW) == 75 and not Path(gone).exists()
     assert capsys.readouterr().err.count("\n") == 1
 

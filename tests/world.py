@@ -1,6 +1,7 @@
 """One tiny world for all tests: tokenizers, models, text, rows, flags, and runs that are killed."""
 
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -185,6 +186,7 @@ def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
+        (out / name).mkdir(parents=True)
         model.save_pretrained(out / name / "model", tokenizer)
         names = {"method": name, "made_by_sha256": name}
         write_json(out / name / "run.json", about | names | facts)
@@ -306,6 +308,7 @@ def start(function, *args, out: Path | str = os.devnull):
 
 
 def _begin(function, args, out):
+    gc.freeze()
     os.setsid()
     os.chdir(ROOT)
     os.fsync = lambda fd: None  # as in conftest.py

@@ -760,6 +760,7 @@ def test_signals_wait_for_the_end_of_an_update_unless_the_parent_ignores_them(
     assert signal.signal(number, before) == handler
 
 
+@pytest.mark.slow
 def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
     """Killed in whatever it does after a certain checkpoint, with many steps left."""
     methods = ("pretrain", "vanilla_kd")

@@ -33,4 +33,5 @@ val_every_steps = 500
 val_max_rows = 256
 checkpoint_every_steps = 250
 log_every_steps = 50
+save_dtype = "bfloat16"
 compile = True

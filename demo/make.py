@@ -3,7 +3,7 @@
     python demo/make.py text        demo/text.jsonl.zst, and the teacher's own text
     python demo/make.py tokenizer   4,096 entries, from the teacher's text
     python prepare.py config/demo_teacher.py
-    python train.py config/demo_teacher.py --save_dtype=bfloat16
+    python train.py config/demo_teacher.py
     cp out/demo_teacher/pretrain/model/{config.json,model.safetensors} demo/teacher
 
 The text is Python source and documentation of the packages in requirements.lock, as installed.
@@ -119,4 +119,5 @@ def make_tokenizer():
 
 
 if __name__ == "__main__":
-    {"text": make_text, "tokenizer": make_tokenizer}[sys.argv[1]]()
+    steps = {"text": make_text, "tokenizer": make_tokenizer}
+    steps.get(" ".join(sys.argv[1:]), lambda: sys.exit(__doc__))()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError, first_line, note
+from lib.errors import UserError, did_you_mean, first_line, note
 from lib.files import reading, text_hash
 from lib.rows import quick_hash
 from lib.settings import Positive, checked
@@ -74,7 +74,8 @@ def open_part(name, text, config, split, share=None):
     import huggingface_hub
 
     path = os.path.expanduser(name)  # leaves the name of an unknown user as it is
-    if os.path.exists(path) or "*" in name or name.endswith(SUFFIXES):
+    on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@\S+)?", name)
+    if os.path.exists(path) or name.endswith(SUFFIXES) or not on_hub:
         if split != "train":
             raise UserError(
                 f"source={name}: split={split} is for a dataset on the hub; name the files to "
@@ -111,7 +112,8 @@ def list_files(source: str) -> list[str]:
     if others:
         note(f"source={source}: skips {len(others)} with other suffixes, such as {min(others)}")
     if not files:
-        raise UserError(f"source={source}: no such file, or none that ends in {SUFFIXES}")
+        hint = did_you_mean(f"{Path(source)}", map(str, Path(source).parent.glob("*")))
+        raise UserError(f"source={source}: no such file, or none that ends in {SUFFIXES}{hint}")
     return files
 
 

@@ -190,9 +190,9 @@ def check_same_run(name, checkpoint, state, run):
         # config keys come first; of hashes the beginning is enough
         phrases = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1", "; ".join(list(changes.values())[:3]))
         raise UserError(
-            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
-            "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
-            "its weights"
+            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir, "
+            "where --resume_from=CHECKPOINT goes on from here, and --student_weights=FOLDER begins "
+            "anew with its weights"
         )
 
 

@@ -139,7 +139,9 @@ def student_changes(earlier: dict, current: dict) -> dict[str, str]:
     compared = []
     for record in (known, current):
         common = {key: record[key] for key in current if key in known}
-        compared.append(common | {"hyper": {"lr": record.get("lr")} | record.get("hyper", {})})
+        if "lr" in known.get("hyper", {}) | current.get("hyper", {}):
+            common["hyper"] = {"lr": record["lr"]} | record["hyper"]
+        compared.append(common)
     return record_changes(*compared)
 
 

@@ -157,13 +157,14 @@ train.py => no config: expected one, such as config/alra_200m.py, or --KEY=VALUE
 {EVAL} --tasks lambada => --tasks: no .'lambada'. in the heldout set, which has .*lambada_op
 {EVAL} --skip_rows=11 => --skip_rows 11: data has 5 held-out rows
 eval.py teacher --tasks=none --out=run/alra => nothing to score; name a folder with val.bin
-eval.py run/gone => run/gone: no such folder
+eval.py run/alrra => run/alrra: no such folder, did you mean run/alra\?; a hub id is
 eval.py run/alra --limit=1 => --limit 1: expected at least 2
 tools/plot.py nowhere => nowhere: no log.jsonl with entries; expected a run's folder
 tools/sample.py nowhere => nowhere: no such folder
 eval.py run/alra --tasks=piqa --max_length=32 => baber/piqa: cannot be used .*; .*--tasks none
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
+{PREPARE} --source=texd/ => source=texd/: no such file, or none .*, did you mean text\?
 {PREPARE} --source=pyhton => source=pyhton: cannot be used .*; expected a file or a hub dataset
 {PREPARE} --source=data => source=data: no such file, or none that ends in
 {PREPARE} --source=text --source_split=x => source=text: split=x is for a dataset on the hub

@@ -210,7 +210,7 @@ def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypa
     assert go("a", (), "--max_steps=3") == 0
     problem = r"a different run \(mine: edited since: parts.square\); "
     for steps in (6, 3):
-        with refusal(problem + "choose another out_dir; .*--resume_from=.* --student_weights"):
+        with refusal(problem + "choose another out_dir, where --resume_from=.* --student_weights"):
             go("a", helper, f"--max_steps={steps}")
     printed()
     assert go("a", ("parts", "def unused(x):", "def unused(y):"), "--max_steps=4") == 0

@@ -144,8 +144,8 @@ def write_rows(cfg, source, tokenizer, state):
         sampler=read_ahead(read_batches(source, state["records"], n_left)),
         collate_fn=tuple,  # which leaves arrays as they are
         num_workers=cfg.workers,
-        # not "fork", which would keep the lock
-        multiprocessing_context="forkserver" if cfg.workers else None,
+        # a fork would keep the lock, and a server of forks would outlive this process
+        multiprocessing_context="spawn" if cfg.workers else None,
         worker_init_fn=start_worker,
     )
     with tqdm(total=max_rows, unit="row") as bar:

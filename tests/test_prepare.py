@@ -29,6 +29,7 @@ import pytest
 import tokenizers
 import zstandard
 from tokenizers import decoders
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 import prepare
@@ -506,6 +507,10 @@ def test_workers_write_the_same_rows_and_one_may_be_killed(small, tmp_path, monk
     flags = f"--source={source} --val_rows=0 --val_share=0.3 --max_bad_records=1"
     small.prepare(tmp_path / "rows", flags)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
+    # by a server that has imported all; "spawn" takes seconds
+    forks = {"multiprocessing_context": "forkserver"}
+    loader = Mock(side_effect=lambda *args, **keys: DataLoader(*args, **keys | forks))
+    monkeypatch.setattr(prepare, "DataLoader", loader)
     cut_rows = prepare.cut_rows
 
     def kill_one(*args, **keys):

@@ -27,7 +27,6 @@ CONSTANTS = (int, float, str, tuple, list, dict, np.ndarray, torch.Tensor)
 WRAPPED = ("__wrapped__", "__func__", "fget", "func")
 
 
-@functools.cache  # a start asks for thousands of modules, several times
 def own_file(value: object) -> str | None:
     """Return the file of a module, function or class, or None if it is not the project's own."""
     try:

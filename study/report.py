@@ -15,12 +15,12 @@ from study.record import TRIAL_SEED, read_students
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
-interval "over documents" takes the scored documents as the sample; it needs the sums by document \
-of all seeds. Differences are paired. p is of the paired t test, Holm-corrected over \
-the rows of a table for each figure by itself; intervals are not corrected. **Best**, *second* of \
-a column. †: a student was trained with uncommitted edits, which are in `code.diff` in the \
-folder of its run, not beside this report (older runs lack that file). Where there are two seeds, \
-p and interval have one degree of freedom and say little: train more.
+interval "over documents" takes the scored documents as the sample (a jackknife: each is left out \
+in turn); it needs the sums by document of all seeds. Differences are paired. p is of the paired \
+t test, Holm-corrected over the rows of a table for each figure by itself; intervals are not \
+corrected. **Best**, *second* of a column. †: a student was trained with uncommitted edits, which \
+are in `code.diff` in the folder of its run, not beside this report (older runs lack that file). \
+Where there are two seeds, p and interval have one degree of freedom and say little: train more.
 """
 COSTS = """\
 ## Settings, costs and code
@@ -100,7 +100,7 @@ def report(spec) -> tuple:
         intervals,
         *failed,
         *compared,
-        *tables.edit_lines(students, "scores"),
+        *(f"{line}\n" for line in tables.edit_lines(students, "scores")),
         COSTS,
         *costs(students),
     ]

@@ -14,7 +14,6 @@ from torch import Tensor
 from lib import parallel
 from lib.metrics import logits_of, pick
 from lib.vocab import IGNORE
-from losses import alra, resolve
 from run.log import append
 from run.methods import method_at
 from run.students import hidden_and_head
@@ -26,16 +25,14 @@ def log_histograms(live, teacher, batches: Iterable, run):
 
     batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
 
-    METHOD/histograms.jsonl gets the number of positions by budget, if the student's objective has
-    one; teacher.jsonl gets:
+    If a student's objective has a budget, METHOD/histograms.jsonl gets the number of positions by
+    budget: of the student, and with the teacher as the student. teacher.jsonl gets:
 
     n                                         valid positions
-    d_u_hist                                  positions by budget, with the teacher as the student
     p_label, p_top1, agree, ce, entropy       means; `agree`: the teacher's top-1 is the label
     p_label_hist, p_top1_hist                 positions in 50 equal bins of [0, 1]
     """
     cfg = run.cfg
-    hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
     sums = Counter()
     counts = Counter()
     with parallel.gathered_roots(s.scored for s in live):
@@ -49,23 +46,23 @@ def log_histograms(live, teacher, batches: Iterable, run):
             valid = labels != IGNORE
             z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
             sums.update(_teacher_sums(z_t[valid], labels[valid]))  # adds
-            terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
             for name, hidden, head, method in students:
                 z_s = logits_of(hidden(x).flatten(0, 1), head)
-                terms[name] = method.fn(z_s, z_t, labels, **method.hyper)
-            for name, result in terms.items():
-                n_bins = result.tokens.shape[1] + 1
-                counts[name] += torch.bincount(result.d_u[valid], minlength=n_bins)
+                for key, z in (("d_u_hist", z_s), ("teacher_d_u_hist", z_t)):
+                    result = method.fn(z, z_t, labels, **method.hyper)
+                    n_bins = result.tokens.shape[1] + 1
+                    counts[name, key] += torch.bincount(result.d_u[valid], minlength=n_bins)
     parallel.sum_in_place([*sums.values(), *counts.values()])
-    budgets = counts.pop("").tolist()
-    n = sum(budgets)
-    entry = {"step": run.step, "n": n, "d_u_hist": budgets}
+    n = int(sums.pop("n"))
+    entry = {"step": run.step, "n": n}
     for key, value in sums.items():
         entry[key] = value.tolist() if value.ndim else float(value) / n
     out = Path(cfg.out_dir)
     append(out / "teacher.jsonl", entry)
-    for name, count in counts.items():
-        entry = {"step": run.step, "n": n, "d_u_hist": count.tolist()}
+    for name, *_ in students:
+        entry = {"step": run.step, "n": n}
+        for key in ("d_u_hist", "teacher_d_u_hist"):
+            entry[key] = counts[name, key].tolist()
         append(out / name / "histograms.jsonl", entry)
 
 
@@ -88,6 +85,7 @@ def _teacher_sums(z, y) -> dict[str, Tensor]:
         "entropy": -(logp.exp() * logp).sum(-1),
     }
     sums = {key: value.double().sum() for key, value in values.items()}
+    sums["n"] = (y == y).sum()
     for key in ("p_label", "p_top1"):
         sums[f"{key}_hist"] = torch.histc(values[key], 50, 0, 1).long()
     return sums

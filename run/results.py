@@ -36,6 +36,8 @@ def has_model(folder) -> bool:
 def read_log(folder):
     """Return the entries of log.jsonl, then {PART: entry} for those of PARTS."""
     log = read_lines(folder / "log.jsonl")
+    if not log:  # a folder of anything else may be inside a run
+        return []
     for part, path in PARTS.items():
         log += [{part: entry} for entry in read_lines(folder / path)]
     return log

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lib.errors import UserError
+from lib.errors import UserError, note
 from lib.metrics import reference_text
 from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
@@ -38,7 +38,8 @@ def check_comparable(results):
     for x in results:
         run = x["run"]
         facts = {"step": run.get("step"), "init_sha256": run.get("init_sha256")}
-        facts |= run.get("made_by", {}) | x["scored"]
+        facts |= run.get("made_by", {})
+        facts |= {f"scored {key}": value for key, value in x["scored"].items()}
         if x["kind"] in SUITES:
             for task, scores in x["values"].items():
                 facts[f"data of {task}"] = scores["data_sha256"]
@@ -67,8 +68,11 @@ def tabulate(paths, reference, metric) -> str:
     for folder in students_of(paths, read_results):
         found = read_results(Path(folder))
         if not found:
-            raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
+            note(f"{folder}: no results in it")
         results += found
+    if not results:
+        names = " ".join(map(str, paths))
+        raise UserError(f"{names}: no results; first: python eval.py {names}")
     return tables_of(results, reference, metric)
 
 

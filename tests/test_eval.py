@@ -630,5 +630,5 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
 def test_results_of_other_weights_do_not_count(out):
     score(f"{out}/alra --tasks=none --teacher=none")
     world.edit(out / "alra/run.json", 'weights_sha256="of another model"')
-    with refusal("alra: no results in it"):
+    with refusal("alra: no results; first: python eval.py"):
         score(f"--table {out}/alra")

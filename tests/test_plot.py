@@ -241,14 +241,14 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
     tokenizer = load_tokenizer(TOKENIZER)
     models = [make_model(), make_model(STUDENT, seed=9)]
     models[0].save_pretrained(tmp_path / "t", tokenizer)
-    hyper = {"d_max": 5, "tau": 2.0}
+    hyper = {"d_max": 5, "tau": 2.0, "anchor": "both"}
     facts = {"config": {"teacher": f"{tmp_path}/t"}, "overrides": hyper}
     facts["made_by"] = {"hyper": losses.default_settings(losses.alra) | hyper}
     write_run(tmp_path, {"alra@x": models[1]}, tokenizer, tmp_path, tmp_path, **facts)
     plot.main([f"{tmp_path}/alra@x", "--text=import $x$ os", f"--out={tmp_path}/new"])
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])
     z_t, z_s = (model(ids[None, :-1])[0] for model in models)
-    terms = losses.alra(z_s, z_t, ids[1:], d_max=5, tau=2.0)
+    terms = losses.alra(z_s, z_t, ids[1:], **hyper)
     records = read_jsonl(tmp_path / "new/sentence.jsonl")
     assert len(records) == len(z_s) > 3
     for u, record in enumerate(records):
@@ -261,7 +261,8 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
             "teacher": pytest.approx(p_t, rel=1e-4),
             "student": pytest.approx(p_s, rel=1e-4),
             "d_u": int(terms.d_u[u]),
-            "is_added": candidates[0] not in z_s[u].topk(5).indices,
+            "is_added": [token not in z_s[u].topk(5).indices for token in candidates],
         }
         assert record | expected == record
+    assert any(any(record["is_added"][1:]) for record in records)  # labels are anchors too
     assert len(drawn["sentence.png"].axes) == 3

@@ -176,7 +176,7 @@ run.init_sha256="other" => init_sha256 of seed 1234
 run.step=8 => step was 7, now 8
 values.arc_challenge.prompts_sha256="other" => prompts of arc_challenge
 run.made_by.lr="other" => lr was .*, now .other
-scored.vocabulary="other" => vocabulary was .3., now .other
+scored.vocabulary="other" => scored vocabulary was .3., now .other
 """
 
 
@@ -209,6 +209,7 @@ def test_a_method_without_a_teacher_does_not_hide_that_two_teachers_differ(tmp_p
     for method, teacher in (("pretrain", None), ("alra", "one"), ("tad", "another")):
         file = fake(tmp_path / method, method, ALL)
         edit(file, f"run.made_by.teacher_sha256={json.dumps(teacher)}")
+        edit(file, 'scored.teacher_sha256="a third, which scores all"')
     with refusal("cannot be compared: teacher_sha256 was 'one', now 'another'"):
         table_of(*(tmp_path / name for name in ("pretrain", "alra", "tad")))
 
@@ -287,8 +288,9 @@ def test_one_place_for_each_student(tmp_path):
     assert "alra" not in table_of(tmp_path / "a")
 
 
-def test_a_folder_without_scores_is_refused(tmp_path):
+def test_a_folder_without_scores_is_named_and_left_out(tmp_path, capsys):
     fake(tmp_path / "a/alra", "alra", ALL)
-    for path in (tmp_path, tmp_path / "c"):
-        with refusal(f"{path}: no results in it; first: python eval.py"):
-            table_of(tmp_path / "a", path)
+    assert "| alra |" in table_of(tmp_path / "a", tmp_path / "c")
+    assert capsys.readouterr().err == f"{tmp_path}/c: no results in it\n"
+    with refusal(f"{tmp_path}/c: no results; first: python eval.py"):
+        table_of(tmp_path / "c")

@@ -783,14 +783,14 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
 
 
 def test_histograms_hold_every_position(tiny, tmp_path, run):
-    flags = "--methods=vanilla_kd,alra --histogram_every_steps=3 --checkpoint_every_steps=3"
+    flags = "--methods=vanilla_kd,alra,alra@d5 --alra@d5.d_min=5 "
+    flags += "--histogram_every_steps=3 --checkpoint_every_steps=3"
     run(tmp_path, flags, max_steps=4)
     # as a kill leaves it: update 3 is made again
     shutil.rmtree(tmp_path / "alra/checkpoints/step_00000004")
     run(tmp_path, flags, max_steps=4)
     teacher = read_jsonl(tmp_path / "teacher.jsonl")
-    student = read_jsonl(tmp_path / "alra/histograms.jsonl")
-    assert [r["step"] for r in teacher] == [r["step"] for r in student] == [0, 3]
+    assert [r["step"] for r in teacher] == [0, 3]
     assert not (tmp_path / "vanilla_kd/histograms.jsonl").exists()
     x, y, n = open_rows(tiny).batch(np.arange(12, 16), CPU)
     logp, labels = log_p(Qwen2.from_pretrained(f"{tiny}/teacher"), x, y)
@@ -804,10 +804,12 @@ def test_histograms_hold_every_position(tiny, tmp_path, run):
     record = teacher[1]
     for key, values in expected.items():
         assert record[key] == pytest.approx(values.mean().item(), rel=1e-4), key
-    budgets = student[1]["d_u_hist"]
-    for counts in (record["p_label_hist"], record["d_u_hist"], budgets):
-        assert sum(counts) == record["n"] == n
-    assert len(budgets) == 8 and sum(budgets[:3]) == 0  # 3 .. d_max = 7
+    assert sum(record["p_label_hist"]) == record["n"] == n
+    for name, d_min in (("alra", 3), ("alra@d5", 5)):
+        first, last = read_jsonl(tmp_path / name / "histograms.jsonl")
+        assert (first["step"], last["step"]) == (0, 3)
+        for budgets in (last["d_u_hist"], last["teacher_d_u_hist"]):  # d_min .. d_max = 7
+            assert len(budgets) == 8 and sum(budgets[d_min:]) == sum(budgets) == n
 
 
 FITTING = """

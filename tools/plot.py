@@ -179,12 +179,13 @@ def draw_panel(axis, key, numbers):
         low = points["mean"].min()
         axis.set_ylim(0.97 * low, 1.01 * min(1.7 * low, points["mean"].max()))
     if key == "val_ce":
+        at_the_right = {"transform": axis.get_yaxis_transform(), "ha": "right", "va": "bottom"}
         for name, label in REFERENCES.items():
             if name in numbers:
-                ce = numbers[name].max()
-                axis.axhline(ce, linestyle=":", color="black", label=f"{label}: {ce:.2f}")
-                place = axis.get_yaxis_transform()
-                axis.text(0.99, ce, label, transform=place, ha="right", va="bottom", clip_on=True)
+                ces = numbers[name]
+                for ce in ces.groupby(ces.round(2)).max():  # runs may have several teachers
+                    axis.axhline(ce, linestyle=":", color="black", label=f"{label}: {ce:.2f}")
+                    axis.text(0.99, ce, label, clip_on=True, **at_the_right)
     title, *unit = PANELS.get(key, f"term: {key}").split(", ")
     if points.index.unique("tokens").size == 1:
         title += " (at one step)"
@@ -194,9 +195,9 @@ def draw_panel(axis, key, numbers):
 # --- the paper's Figures 3 and 4
 
 
-def budgets_of(log, part) -> np.ndarray:
+def budgets_of(log, part, key="d_u_hist") -> np.ndarray:
     """Return the histograms of d_u in a part of a student's log, [updates, d_max + 1]."""
-    return np.array([entry[part]["d_u_hist"] for entry in log if part in entry])
+    return np.array([entry[part][key] for entry in log if key in entry.get(part, {})])
 
 
 def budget(logs) -> dict:
@@ -215,7 +216,9 @@ def budget(logs) -> dict:
             if len(own) == 1:
                 stages = {"student": own}
                 note = "\none histogram: too few to compare early and late"
-            teacher = budgets_of(log, "teacher")
+            teacher = budgets_of(log, "histogram", "teacher_d_u_hist")
+            if not len(teacher):  # an older run has one for all students, of alra's settings
+                teacher = budgets_of(log, "teacher")
             if teacher.shape[1:] == own.shape[1:]:
                 stages["teacher"] = teacher
             lines = {}
@@ -309,7 +312,7 @@ def choices(text, folder) -> list[dict]:
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
                 "d_u": int(terms.d_u[u]),
-                "is_added": bool(candidates[0] not in proposed),
+                "is_added": [bool(token not in proposed) for token in candidates],
             }
         )
     return entries
@@ -332,8 +335,8 @@ def sentence(entries, path):
             words[at] = f"→ {words[at]}"
             which = ""
         axis.set_yticks(range(n_rows), words, size=7)
-        if entry["is_added"]:
-            axis.get_yticklabels()[0].set_color("red")
+        for label, is_added in zip(axis.get_yticklabels(), entry["is_added"], strict=True):
+            label.set_color("red" if is_added else "black")
         axis.invert_yaxis()
         axis.grid(False)
         axis.locator_params(axis="x", nbins=5)

@@ -220,6 +220,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
+        if s.state:
+            advance_state(s, n_valid)
         if math.isfinite(norm):
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
@@ -229,8 +231,6 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
-        if s.state:
-            advance_state(s, n_valid)
         for optimizer in s.optimizers:
             optimizer.zero_grad()
     return n_valid
@@ -328,9 +328,10 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
 def term_of(s, h_s, h_t, y, group: int) -> Tensor:
     """Return the mean of a student's own term over the forward batches of a micro-batch."""
     batches = zip(h_s.split(group), h_t.split(group), y.split(group), strict=True)
-    term = torch.stack([s.extras["term"](*batch) for batch in batches]).mean()
-    s.sums["term"] += term.detach().double() * (y != IGNORE).sum()  # the log has means over labels
-    return term
+    terms = torch.stack([s.extras["term"](*batch) for batch in batches])
+    n_valid = (y != IGNORE).view(len(terms), -1).sum(-1)
+    s.sums["term"] += terms.detach().double() @ n_valid.double()  # the log has means over labels
+    return terms.mean()
 
 
 def advance_state(s, n_valid: int):
@@ -340,7 +341,7 @@ def advance_state(s, n_valid: int):
     """
     # what they left, each times its number of labels, added up
     left = {key: s.sums.pop(f"state.{key}") for key in s.state}
-    if s.skipped:
+    if not math.isfinite(s.gnorm):
         return
     # not `torch.tensor`, a copy that waits for the device
     n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)

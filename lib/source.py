@@ -22,7 +22,7 @@ from lib.files import text_hash, writing
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 # what counts by value where an objective names it; of other values, the text of their file is shown
-CONSTANTS = (int, float, str, tuple, list, dict, np.ndarray, torch.Tensor)
+CONSTANTS = (int, float, str, tuple, list, dict, set, frozenset, np.ndarray, torch.Tensor)
 # what holds a function: of torch.compile, functools.cache; a static method, property, or partial
 WRAPPED = ("__wrapped__", "__func__", "fget", "func")
 
@@ -96,14 +96,20 @@ def reached(*roots: object) -> dict[str, str]:
             functions = [x for x in vars(value).values() if isinstance(x, types.FunctionType)]
             waiting += [*value.__bases__, *vars(value).values()]
         named = [x for fn in functions for x in values_named(fn)]
-        constants = [x for x in named if isinstance(x, CONSTANTS)]
-        constants = [x.tolist() if hasattr(x, "tolist") else x for x in constants]
+        constants = [in_order(x) for x in named if isinstance(x, CONSTANTS)]
         text = re.sub(" at 0x[0-9a-f]+", "", f"{source_of(value)} {constants}")
         name = f"{value.__module__}.{value.__qualname__}"
         if text not in texts.setdefault(name, set()):  # closures of one function may differ
             texts[name].add(text)
             waiting += named
     return hashes({name: str(sorted(texts[name])) for name in sorted(texts)})
+
+
+def in_order(value: object) -> object:
+    """Return a constant whose text is the same in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def values_named(fn) -> list[object]:

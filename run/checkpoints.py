@@ -120,7 +120,8 @@ def read_folder(run):
         folder = Path(cfg.out_dir, name)
         file = folder / "stopped.json"
         if file.is_file():
-            stops[name] = read_json(file, ["why", "step"])
+            stops[name] = read_json(file, ["why", "step", "made_by"])
+            check_same_run(name, file, stops[name], run)
         else:
             live[name] = folder
     sources = newest_intact(live)
@@ -184,14 +185,14 @@ def newest_intact(folders) -> dict[str, tuple]:
 
 
 def check_same_run(name, checkpoint, state, run):
-    """Raise `UserError` if a checkpoint belongs to another student than `name` of this run."""
+    """Raise `UserError` if a file's or checkpoint's state is not of the student `name` of a run."""
     changes = student_changes(state["made_by"], run.facts["made_by"][name])
     if changes:
         # config keys come first; of hashes the beginning is enough
         phrases = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1", "; ".join(list(changes.values())[:3]))
         raise UserError(
-            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir, "
-            "where --resume_from=CHECKPOINT goes on from here, and --student_weights=FOLDER begins "
+            f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
+            "--resume_from=CHECKPOINT goes on from a checkpoint, --student_weights=FOLDER begins "
             "anew with its weights"
         )
 
@@ -291,7 +292,7 @@ def say_summary(students, run):
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
         f"checkpoints and models take some {gib(n_bytes)} of disk"
     )
-    n_there = sum(file.stat().st_size for file in Path(cfg.out_dir).rglob("*"))
+    n_there = sum(file.lstat().st_size for file in Path(cfg.out_dir).rglob("*"))
     free = shutil.disk_usage(cfg.out_dir).free
     if free + n_there < n_bytes:
         say(f"warning: only {gib(free)} more are free there")

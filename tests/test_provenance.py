@@ -32,6 +32,7 @@ from parts import square as raised, Terms
 from losses import enter, leave
 
 FACTOR = 1.0
+EXTRA = {"a", "b"}
 
 def make(k):
     def inner(x):
@@ -46,7 +47,7 @@ twice = make(2)
 def mine(z_s, z_t, y):
     \"\"\"A docstring.\"\"\"
     z_s, z_t, _, valid = enter(z_s, z_t, y)  # a comment
-    loss = FACTOR * twice(raised(z_s - z_t))
+    loss = FACTOR * twice(raised(z_s - z_t)) + len(EXTRA)
     return Terms(leave(parts.mean(loss) * m.pi, valid))
 """,
     "parts": """
@@ -83,6 +84,8 @@ def unused(x):
 EDITED = """
 mine => z_s - z_t => z_t - z_s => mine.mine
 mine => FACTOR = 1.0 => FACTOR = 1.5 => mine.mine
+mine => {"a", "b"} => {"a", "c"} => mine.mine
+mine => {"a", "b"} => {"b", "a"}
 mine => make(2) => make(3) => mine.make.<locals>.inner
 mine => k * x => k + x => mine.make.<locals>.inner
 mine => import square as => import mean as => parts.square
@@ -210,7 +213,7 @@ def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypa
     assert go("a", (), "--max_steps=3") == 0
     problem = r"a different run \(mine: edited since: parts.square\); "
     for steps in (6, 3):
-        with refusal(problem + "choose another out_dir, where --resume_from=.* --student_weights"):
+        with refusal(problem + "choose another out_dir; --resume_from=.* --student_weights"):
             go("a", helper, f"--max_steps={steps}")
     printed()
     assert go("a", ("parts", "def unused(x):", "def unused(y):"), "--max_steps=4") == 0

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import configure
 import losses
@@ -204,6 +206,43 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
     for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
         average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
     assert states["whole"] == pytest.approx(average, rel=1e-5)
+
+
+def test_a_skipped_update_leaves_the_state_of_an_objective(run, tmp_path, monkeypatch):
+    """Also one that is not a single number."""
+    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
+    world.add_objective_with_state(tmp_path)
+    clip = train.clip_gradients
+    factors = iter([1.0, 1.0, math.nan, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(train, "clip_gradients", lambda *args: clip(*args) * next(factors))
+    out = tmp_path / "out"
+    run(out, "--methods=balanced_kl --checkpoint_every_steps=1 --keep_checkpoints=9")
+    extras = [world.training(path)["extras"] for path in sorted(out.glob("*/checkpoints/step_*"))]
+    for key in ("objective.average", "objective.of_tokens"):
+        changed = [not torch.equal(a[key], b[key]) for a, b in itertools.pairwise(extras)]
+        assert changed == [True, True, False, True, True, True]
+
+
+class Width(nn.Module):
+    """The mean square of the student's hidden states, over labels."""
+
+    def __init__(self, d_s, d_t):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, h_s, h_t, y):
+        return self.scale * h_s[y != IGNORE].square().mean()
+
+
+def test_the_log_of_a_term_is_a_mean_over_labels(run, tmp_path, monkeypatch):
+    """Rows have unequally many."""
+    method = losses.METHODS["vanilla_kd"]._replace(term=Width)
+    monkeypatch.setitem(losses.METHODS, "wide", method)
+    logged = []
+    for n in (1, 4):
+        run(tmp_path / f"{n}", f"--methods=wide --log_every_steps=1 --micro_batch={n}")
+        logged.append([x["term"] for x in with_key(tmp_path / f"{n}", "wide", "term")])
+    assert len(logged[0]) == 6 and logged[0] == pytest.approx(logged[1], rel=1e-5)
 
 
 @torch.no_grad()
@@ -546,6 +585,8 @@ def test_a_student_that_makes_only_bad_updates_stops_alone(
         assert f"vanilla_kd stopped at step {reason}" in output and hint in output
         assert not (out / "vanilla_kd/model").exists()
     assert_same(out, finished, "alra")
+    with refusal("vanilla_kd/stopped.json: contains a different run .vanilla_kd: seed was"):
+        run(out, f"{flags} --seed=5")
     lower = tmp_path / "lower"
     name = "vanilla_kd@lower"
     run(lower, f"--methods={name} --{name}.lr=1e-3 --resume_from={checkpoint}")

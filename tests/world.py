@@ -156,12 +156,14 @@ class BalancedKL(nn.Module):
         super().__init__()
         self.decay = decay
         self.register_buffer("average", torch.ones(()))
+        self.register_buffer("of_tokens", torch.zeros(512))
 
     def forward(self, z_s, z_t, y):
         z_s, z_t, y, valid = enter(z_s, z_t, y)
         kl_u = vocab.full_kl(z_t, z_s, 1.0)
         loss = leave(kl_u / self.average, valid)
         self.average = torch.lerp(valid_mean(kl_u.detach(), valid), self.average, self.decay)
+        self.of_tokens = z_t.softmax(-1)[valid].mean(0)
         return loss
 
 

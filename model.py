@@ -433,11 +433,13 @@ class Qwen2(nn.Module):
 
         The loaded model gives the same logits, and the loaded tokenizer the same ids.
 
-        folder     replaced if it is there; the folder that it is in must be there
         tokenizer  a `PreTrainedTokenizerFast` to write beside the model
-        weights    the unsharded tensors by name, if this model's are sharded
+        weights    the unsharded tensors by name, if this model's are sharded; then the folder that
+                   `folder` is in must be there, as a run makes none of its own twice
         """
-        weights = weights or self.state_dict()
+        if weights is None:
+            Path(folder).parent.mkdir(parents=True, exist_ok=True)
+            weights = self.state_dict()
         shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
         if type(self) is not Qwen2:
             logits = probe(type(self), self.config, weights)

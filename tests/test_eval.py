@@ -208,7 +208,6 @@ def test_a_student_is_scored_and_sampled_with_its_bos(facts, bos, data, tmp_path
     tokenizer = make_tokenizer(bos="<s>")
     out = tmp_path / "out"
     if facts is None:
-        out.mkdir()
         make_model(STUDENT).save_pretrained(out / "alra", tokenizer)
     else:
         students = {"alra": make_model(STUDENT)}

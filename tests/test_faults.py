@@ -381,7 +381,6 @@ BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may 
 def pristine(tmp_path_factory):
     """Text, models, rows, a finished run, and a stopped one: a copy, and the contents."""
     kept = tmp_path_factory.mktemp("faults") / "kept"
-    kept.mkdir()
     shape = {"vocab_size": 259, "rope_theta": 1e4, "max_position_embeddings": 64}
     tokenizer = world.make_tokenizer()
     student = init_student(Qwen2Config(8, 13, 1, 2, 1, **shape))

@@ -257,7 +257,6 @@ def test_the_documented_lines_load_a_student(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     student = init_student("demo")
     tokenizer = load_tokenizer(DEMO)
-    Path("out/demo/alra").mkdir(parents=True)
     student.save_pretrained("out/demo/alra/model", tokenizer)
     names = {}
     exec(lines, names)

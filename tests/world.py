@@ -188,7 +188,6 @@ def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
-        (out / name).mkdir(parents=True)
         model.save_pretrained(out / name / "model", tokenizer)
         names = {"method": name, "made_by_sha256": name}
         write_json(out / name / "run.json", about | names | facts)

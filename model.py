@@ -84,6 +84,8 @@ SAVED = SIZES | {  # what a saved student has, INERT aside
 }
 READ = SAVED - {"hidden_act"} | {"rope_scaling", "rope_parameters", "sliding_window"}
 INERT = {  # without effect on the logits of these families in evaluation
+    "_attn_implementation_autoset",
+    "_flash_attn_2_enabled",
     "_model_name_or_path",  # from GGUF
     "_name_or_path",
     "architectures",
@@ -97,8 +99,12 @@ INERT = {  # without effect on the logits of these families in evaluation
     "pad_token_id",
     "pretraining_tp",
     "probe",  # of a student that only the classes for students compute
+    "tokenizer_class",
     "torch_dtype",
+    "transformers.js_config",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 }
 

@@ -72,7 +72,8 @@ qwen3, biased => qwen3 => {"head_dim": 6, "attention_bias": true}
 smollm2 => llama => {"tie_word_embeddings": true, "rms_norm_eps": 1e-5}
 mistral => mistral => {"sliding_window": null, "head_dim": 8}
 """)
-NATIVE["llama 3"] = ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}})
+ROPE = LLAMA3 | {"rope_theta": 1e4}
+NATIVE["llama 3"] = ("llama", {"rope_parameters": ROPE, "unsloth_fixed": True})
 FOREIGN = read_models("""
 pythia => gpt_neox => {"num_key_value_heads": 4}
 olmo 2 => olmo2 => {}

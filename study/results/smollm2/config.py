@@ -11,7 +11,7 @@
 
 data_dir = "data/study_smollm2"
 val_share = 0.1
-hyper = {"alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}}
+hyper = {"alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}, "vanilla_kd@kl": {"lr": 1.32e-3}}
 _compare = {
     "out": "out/study_smollm2",
     "title": "Another teacher: SmolLM2-135M-Instruct in 4 bits",

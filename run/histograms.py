@@ -85,7 +85,7 @@ def _teacher_sums(z, y) -> dict[str, Tensor]:
         "entropy": -(logp.exp() * logp).sum(-1),
     }
     sums = {key: value.double().sum() for key, value in values.items()}
-    sums["n"] = (y == y).sum()
+    sums["n"] = torch.ones_like(y).sum()
     for key in ("p_label", "p_top1"):
         sums[f"{key}_hist"] = torch.histc(values[key], 50, 0, 1).long()
     return sums

@@ -261,8 +261,8 @@ def test_a_sentence_shows_the_sets_and_probabilities_of_alra(tmp_path, drawn):
             "teacher": pytest.approx(p_t, rel=1e-4),
             "student": pytest.approx(p_s, rel=1e-4),
             "d_u": int(terms.d_u[u]),
-            "is_added": [token not in z_s[u].topk(5).indices for token in candidates],
+            "added": [token not in z_s[u].topk(5).indices for token in candidates],
         }
         assert record | expected == record
-    assert any(any(record["is_added"][1:]) for record in records)  # labels are anchors too
+    assert any(any(record["added"][1:]) for record in records)  # labels are anchors too
     assert len(drawn["sentence.png"].axes) == 3

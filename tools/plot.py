@@ -312,7 +312,7 @@ def choices(text, folder) -> list[dict]:
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
                 "d_u": int(terms.d_u[u]),
-                "is_added": [bool(token not in proposed) for token in candidates],
+                "added": [bool(token not in proposed) for token in candidates],
             }
         )
     return entries
@@ -335,7 +335,7 @@ def sentence(entries, path):
             words[at] = f"→ {words[at]}"
             which = ""
         axis.set_yticks(range(n_rows), words, size=7)
-        for label, is_added in zip(axis.get_yticklabels(), entry["is_added"], strict=True):
+        for label, is_added in zip(axis.get_yticklabels(), entry["added"], strict=True):
             label.set_color("red" if is_added else "black")
         axis.invert_yaxis()
         axis.grid(False)
@@ -372,7 +372,8 @@ def main(argv):
         logs = read_logs(args.folders)
         curves([logs], out / "curves.png")
         draw_histograms(logs, out)
-        entries = read_lines(out / "sentence.jsonl", ["next", "is_next"])  # older ones lack them
+        # older ones lack some of these keys
+        entries = read_lines(out / "sentence.jsonl", ["next", "is_next", "added"])
     if entries:
         sentence(entries, out / "sentence.png")
 

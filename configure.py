@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, did_you_mean, naming_files, note
+from lib.errors import UserError, did_you_mean, did_you_mean_path, naming_files, note
 from lib.settings import (
     Below1,
     NonNegative,
@@ -400,7 +400,7 @@ def read_argument(arg: str) -> dict:
 def run_file(path: str) -> dict:
     """Return the public names that a config file assigns, but for modules, functions, classes."""
     if not path.endswith(".py") or not Path(path).is_file():
-        hint = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
+        hint = did_you_mean_path(path, "*.py")
         raise UserError(f"{path}: no such config file (*.py){hint}")
     try:
         names = runpy.run_path(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError, did_you_mean, first_line, note
+from lib.errors import UserError, did_you_mean_path, first_line, note
 from lib.files import reading, text_hash
 from lib.rows import quick_hash
 from lib.settings import Positive, checked
@@ -112,7 +112,7 @@ def list_files(source: str) -> list[str]:
     if others:
         note(f"source={source}: skips {len(others)} with other suffixes, such as {min(others)}")
     if not files:
-        hint = did_you_mean(f"{Path(source)}", map(str, Path(source).parent.glob("*")))
+        hint = did_you_mean_path(source)
         raise UserError(f"source={source}: no such file, or none that ends in {SUFFIXES}{hint}")
     return files
 

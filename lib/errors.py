@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import re
 import sys
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -57,3 +58,9 @@ def did_you_mean(name, names, hints=()) -> str:
     if name in hints:
         near = [hints[name]]
     return f", did you mean {near[0]}?" if near else ""
+
+
+def did_you_mean_path(path, pattern="*") -> str:
+    """Return `did_you_mean` for a path, with those beside it that fit a glob pattern."""
+    path = Path(path)
+    return did_you_mean(str(path), map(str, path.parent.glob(pattern)))

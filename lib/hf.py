@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
-from lib.errors import UserError, did_you_mean, first_line
+from lib.errors import UserError, did_you_mean_path, first_line
 from lib.files import atomic_folder, read_json, reading, text_hash, write_json
 from lib.tokens import check_tokenizer
 
@@ -70,7 +70,7 @@ def find_folder(name) -> Path:
         return folder
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or folder.parent.is_dir():
-        hint = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
+        hint = did_you_mean_path(folder, "*/")
         raise UserError(
             f"{name}: no such folder{hint}; a hub id is 'owner/name' or 'owner/name@revision', "
             "where no local folder is called 'owner'"

@@ -402,7 +402,7 @@ def train_students(cfg) -> int:
     rows = startup.open_data(cfg, "train")
     val = startup.open_data(cfg, "val")
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
-    run = Run(cfg, startup.run_facts(cfg, rows))
+    run = Run(cfg, startup.run_facts(cfg, rows, val))
     run.found = parallel.on_first(read_folder, run)
     learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
     rate = learning_rate(cfg.max_steps - 1, cfg)

@@ -198,12 +198,18 @@ def check_same_run(name, checkpoint, state, run):
 
 
 def say_edits(state, run):
-    """Print what has changed since the run began: code, versions of packages, logs cut short."""
+    """Print what has changed since the run began.
+
+    That is code, versions of packages, held-out rows, and logs that were cut short.
+    """
     run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     earlier = state.get("code", {})  # an older version recorded none
     changes = edited(earlier, run.facts["code"])
     changes += [f"{name} (gone)" for name in earlier if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
+    held_out = run.facts["val_sha256"]
+    if state.get("val_sha256", held_out) != held_out:  # an older version recorded none
+        changes.append("held-out rows")
     if changes:
         say(f"edited since the run began: {', '.join(changes)}")
     for name, size in state.get("logs", {}).items():

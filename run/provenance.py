@@ -42,10 +42,9 @@ FREE = """
 
 
 def made_by(cfg, name) -> dict:
-    """Return what determines a student's weights up to rounding, and its held-out rows; as JSON."""
+    """Return what determines a student's weights up to rounding, as JSON."""
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg.data_dir, "train")
-    val = read_manifest(cfg.data_dir, "val")
     # of the settings given to a student, `lr` alone is not among the method's
     hyper = default_settings(method.fn, method.term) | cfg.settings_of(name) | method.hyper
     hyper = {key: by_content(value) for key, value in hyper.items()}
@@ -67,7 +66,6 @@ def made_by(cfg, name) -> dict:
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
         "data_sha256": train["sha256"],
         "order_sha256": order_hash(shuffle_seed, cfg.batch_rows, train["rows"], cfg.schedule_steps),
-        "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
     return as_in_file(record)

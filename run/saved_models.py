@@ -91,7 +91,8 @@ def open_checkpoint(name) -> Checkpoint:
 
 def check_content(name, key: str, sha256: str, run: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
-    if run and run["made_by"].get(key) not in (None, sha256):
+    facts = run | run.get("made_by", {})
+    if facts.get(key, sha256) not in (None, sha256):
         raise UserError(
             f"{name}: its content has changed since the student was trained with it; restore it "
             "(eval.py can score with another: --rows, --teacher)"

@@ -191,20 +191,23 @@ def say_precision(cfg, val):
         )
 
 
-def run_facts(cfg, rows) -> dict:
+def run_facts(cfg, rows, val) -> dict:
     """Return the provenance of every result of the run, with each student's `made_by`.
 
-    Raises `UserError` if the processes do not agree on the records (run/provenance.py) or the code.
+    Raises `UserError` if the processes do not agree on the records (run/provenance.py), the
+    held-out rows or the code.
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
     code = hashes(loaded_sources())
-    for facts in (code, *records.values()):
+    held_out = {"val_sha256": val.manifest["sha256"]}
+    for facts in (code, held_out, *records.values()):
         parallel.check_agreement(**facts)
     teachers = ",".join(map(pinned, cfg.teacher.split(","))) if uses_teacher(cfg) else None
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],
         "made_by": records,
+        **held_out,
         "code": code,
         "bos": rows.manifest["bos"],  # the id before each document, if any
         "first_row_step": rows.first_row_step,

@@ -337,7 +337,7 @@ eval.py run --tasks=none => set run/alra/run.json config.data_dir="elsewhere" =>
 data_dir: data in one run, elsewhere in another; score them apart .--rows replaces
 eval.py run --tasks=none => set run/alra/run.json config.mask_documents=true => \
 mask_documents: False in one run, True in another; score them apart
-eval.py run/alra --tasks=none => set run/alra/run.json made_by.val_sha256="x" => \
+eval.py run/alra --tasks=none => set run/alra/run.json val_sha256="x" => \
 data: its content has changed since the student was trained
 {EVAL} => set run/alra/run.json made_by.teacher_sha256="x" => \
 teacher: its content has changed since the student was trained

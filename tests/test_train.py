@@ -472,6 +472,9 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     for ce, n in ((5.2, 0), (5.3, 1)):
         log.say_reference_ces(references | {"val_teacher_ce": ce})
         assert printed().count("warning") == n
+    world.write_rows(data, "val", 7, seed=3)
+    run(tmp_path / "run", f"--data_dir={data} --max_steps=3 --methods=alra")
+    assert "edited since the run began: held-out rows\n" in printed()
 
 
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):

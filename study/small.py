@@ -3,7 +3,7 @@
 #
 #   python study/compare.py study/small.py
 #
-# Every setting is pinned, so the command trains the students of results/small. How they were found
+# Every chosen setting is pinned, so the command trains the students of results/small. How they were found
 # is results/small_trials: trials of six rates, and of one setting of eight methods.
 #
 # What differs from the paper's appendix E beside the sizes, and why:

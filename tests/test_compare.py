@@ -593,6 +593,17 @@ def test_a_committed_study_is_what_its_config_and_plan_say(study):
     assert len(keys) == len(facts)  # no student is there twice
 
 
+@pytest.mark.parametrize("study, search", [("small", "small"), ("smollm2_code", "smollm2")])
+def test_the_search_of_a_study_tries_the_rates_on_record(study, search, monkeypatch):
+    monkeypatch.setattr(compare, "check_config", lambda _: None)
+    spec, cfg = compare.arguments([f"{RESULTS}/{search}_trials/config.py"])
+    rates = compare.values_to_try(spec, cfg)[""]["lr"]
+    tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
+    for x in read_json(RESULTS / study / "plan.json")["trials"]:
+        assert x["method"] in tuned
+        assert x["settings"]["lr"] in rates
+
+
 @pytest.mark.parametrize("study", STUDIES)
 def test_the_command_of_a_committed_study_trains_nothing(study, monkeypatch):
     """On the rows and with the teacher that its students had."""

@@ -25,6 +25,4 @@ seed), so labels explain in part why it is behind. No settings were tried here. 
 parameters say nothing about those of 200M.""",
     "seeds": 3,
     "fewer_seeds": {"vanilla_kd@kl": 1, "alra@ce": 1},
-    "tune": ("none",),
-    "trial_steps": None,
 }

@@ -24,11 +24,9 @@ KL alone, at 1.32e-3 in both, changes by 0.01 ± 0.03, that of ALRA with cross-e
 0.01. We had written before these runs that overconfidence is the reason only if ALRA's CE is \
 below vanilla KD's by 0.05 or more (LOG.md). That concerns the sharpness of the teacher as a \
 whole, not its errors at single tokens. The students of smollm2_code ran on an Intel Xeon with \
-earlier code, these on an AMD EPYC; rounding alone has moved a student by 0.02. Teacher FLOPs \
+earlier code, these on an AMD EPYC; rounding alone has moved a student by 0.06. Teacher FLOPs \
 leave out attention here.""",
     "seeds": 3,
     "fewer_seeds": {},
-    "tune": ("none",),
-    "trial_steps": None,
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[:2], "alra")),
 }

@@ -6,8 +6,10 @@
 #   python study/results/smollm2_code/make_teacher.py data/smollm2_teacher
 #   python study/compare.py study/results/smollm2_code/config.py
 #
-# Three rates are tried for vanilla KD, ALRA and fixed 9. The rates of pre-training and of ALRA with
-# cross-entropy are those that study/small.py chose, like vanilla KD's temperature and ALRA's gamma.
+# Every chosen setting is pinned, so the command trains the students that are beside this file. How
+# the rates of vanilla KD, ALRA, fixed 9 and KL alone were found is results/smollm2_trials. The
+# rates of pre-training and of ALRA with cross-entropy are those that study/small.py chose, like
+# vanilla KD's temperature and ALRA's gamma.
 
 methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
 student = "128x3x4"
@@ -32,8 +34,7 @@ compile = teacher_cache = True
 dtype = "bfloat16"  # the teacher's pass takes half as long; heads and losses are in fp32
 
 hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 5}, "pretrain": {"lr": 1.73e-3}}
-# KL alone, since ALRA has no cross-entropy either, at the best of four rates (kl_alone.jsonl.zst);
-# and ALRA with as much of it as vanilla KD has.
+# KL alone, since ALRA has no cross-entropy either; and ALRA with as much of it as vanilla KD has
 hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.73e-3}
 hyper["alra@ce"] = {"w_kd": 0.5, "w_ce": 0.5, "lr": 1.73e-3}
 _compare = {
@@ -54,7 +55,5 @@ here. The teacher's FLOPs are 5.69e+14; the code of the other students of seeds 
 attention (5.51e+14). Students of 6.9M parameters say nothing about those of 200M.""",
     "seeds": 5,
     "fewer_seeds": {"fixed_9": 3},
-    "trial_steps": 250,
-    "tune": ("lr=1e-3,1.73e-3,3e-3",),
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[2:], "alra")),
 }

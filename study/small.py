@@ -3,8 +3,8 @@
 #
 #   python study/compare.py study/small.py
 #
-# Every chosen setting is pinned, so the command trains the students of results/small. How they were found
-# is results/small_trials: trials of six rates, and of one setting of eight methods.
+# Every chosen setting is pinned, so the command trains the students of results/small. How they were
+# found is results/small_trials: trials of six rates, and of one setting of eight methods.
 #
 # What differs from the paper's appendix E beside the sizes, and why:
 #   learning rate   that of the trials, of a quarter of the updates; ALRA's and BiLD's are those of

@@ -57,7 +57,6 @@ from lib.tokens import leading_bos, loss_of, token_bytes
 RULE_VERSION = 1  # version of the boundary rule
 HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_BYTES = 1 << 22  # of stored documents; the state is saved after each batch
-WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
     "source_text",
@@ -112,8 +111,8 @@ def prepare(cfg):
         "eos_id": eos,
     }
     folder = Path(cfg.data_dir)
-    is_finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
-    if is_finished:  # needs no lock, so the folder may be read-only
+    if (folder / "train.json").exists() and not (folder / "prepare.state").exists():
+        # finished: no lock, so the folder may be read-only
         check_recipe(folder, open_rows(folder, "train")[1], recipe)
         print(f"{folder}: already prepared with the same settings")
         return
@@ -173,20 +172,22 @@ def write_rows(cfg, source, tokenizer, state):
 # --- Documents to ids
 
 
-def read_batches(source, first, n_documents):
-    """Yield the next documents in batches: what `Encoder` takes. `first` have been read before."""
-    batch = []
+def read_batches(source, n_read, n_documents):
+    """Yield the next documents in batches: what `Encoder` takes. `n_read` have been read before."""
+    documents = itertools.islice(source, n_documents)
+    while batch := list(next_batch(documents)):
+        n_read += len(batch)
+        yield batch, {"records": n_read, "source": source.state_dict()}
+
+
+def next_batch(documents):
+    """Yield documents as stored, until they have BATCH_BYTES together."""
     size = 0
-    for document in itertools.islice(source, n_documents):
-        batch.append(document["stored"])
+    for document in documents:
+        yield document["stored"]
         size += len(document["stored"]) + 500  # a short document takes memory too
         if size >= BATCH_BYTES:
-            yield batch, first, source.state_dict()
-            first += len(batch)
-            batch = []
-            size = 0
-    if batch:
-        yield batch, first, source.state_dict()
+            break
 
 
 def start_worker(_):
@@ -205,12 +206,12 @@ class Encoder:
     def __getitem__(self, batch):
         """Return what a batch adds to the streams, what is wrong in it, and the new progress.
 
-        batch  stored documents; the number of those before; the source's position after them
+        batch  stored documents; the entries of `open_state` that say how much has been read then
         ->     by split, the ids [n] uint32 of the documents, each with BOS and EOS; a message for
-               each document that cannot be read, or whose ids lose some of its text; the entries
-               of `open_state` that say how much has been read
+               each document that cannot be read, or whose ids lose some of its text; these entries
         """
-        stored, first, position = batch
+        stored, progress = batch
+        first = progress["records"] - len(stored)
         recipe = self.recipe
         bos = {recipe["bos"]} - {None}
         eos = recipe["eos_id"]
@@ -242,7 +243,7 @@ class Encoder:
             else:
                 split = "val" if held_out(text, recipe["val_share"]) else "train"
                 streams[split].extend([*bos, *ids, eos])
-        return streams, problems, {"records": first + len(stored), "source": position}
+        return streams, problems, progress
 
 
 def held_out(text, share):
@@ -354,7 +355,7 @@ def ends_row(ids, flags, pieces, start, i):
 def token_table(tokenizer):
     """Return the classes [V] uint8 of a tokenizer's tokens, and their bytes."""
     pieces = token_bytes(tokenizer)
-    classes = np.array([token_class(piece) for piece in pieces], np.uint8)
+    classes = np.array([*map(token_class, pieces)], np.uint8)
     classes[tokenizer.eos_token_id] = EOS | GAP
     return classes, pieces
 
@@ -444,7 +445,7 @@ def open_state(folder, recipe):
 
 
 def remove_work(folder):
-    for name in WORK_FILES:
+    for name in ("train.bin.tmp", "val.bin.tmp", "prepare.state"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -534,13 +535,9 @@ def divide_rows(folder, recipe, held):
 
 
 def measure(file, recipe):
-    """Return counts and hashes of a rows file, the number of targets by id, and of EOS by row.
-
-    Padding counts as id V of [V + 1].
-    """
+    """Return counts and hashes of a rows file, the number of targets by id, and of EOS by row."""
     row_len = recipe["row_len"]
-    n_vocab = recipe["vocab_size"]
-    counts = np.zeros(n_vocab + 1, np.int64)
+    counts = np.zeros(recipe["vocab_size"], np.int64)
     n_eos = []
     digest = hashlib.sha256()
     with open(file, "rb") as blocks:  # pages of np.memmap would count as the process's memory
@@ -548,11 +545,11 @@ def measure(file, recipe):
             digest.update(block)
             ids = np.frombuffer(block, np.uint32).reshape(-1, row_len)
             n_eos.append((ids == recipe["eos_id"]).sum(1))
-            targets = np.minimum(ids[:, 1:], n_vocab)  # PAD, above all ids, becomes V
-            counts += np.bincount(targets.ravel(), minlength=len(counts))
+            targets = ids[:, 1:]
+            counts += np.bincount(targets[targets != PAD], minlength=len(counts))
     n_eos = np.concatenate(n_eos)
     n_rows = len(n_eos)
-    n_targets = int(counts[:n_vocab].sum())
+    n_targets = int(counts.sum())
     n_tokens = n_targets + n_rows  # the first id of a row is no target
     facts = {
         "rows": n_rows,
@@ -574,14 +571,13 @@ def measure_unigram(file, recipe, counts):
     file    of the held-out rows
     counts  of the training targets (`measure`)
     """
-    n_vocab = recipe["vocab_size"]
     counts = counts + 1
-    nats = math.log(counts[:n_vocab].sum()) - np.log(counts)
-    nats[n_vocab] = 0  # of padding
-    rows = np.fromfile(file, np.uint32).reshape(-1, recipe["row_len"])
-    targets = np.minimum(rows[:, 1:], n_vocab)
+    nats = math.log(counts.sum()) - np.log(counts)
+    nats = np.append(nats, 0.0)  # of padding
+    rows = np.fromfile(file, np.int32).reshape(-1, recipe["row_len"])
+    targets = rows[:, 1:]  # PAD is -1 as an int32: the last of `nats`
     ce = nats[targets].sum(1)  # [rows], of all targets of a row
-    n = (targets < n_vocab).sum(1)  # [rows], the number of targets
+    n = (targets >= 0).sum(1)  # [rows], the number of targets
     facts = {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n)}
     return for_json(facts)  # without an interval if there are few rows
 

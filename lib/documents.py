@@ -140,10 +140,8 @@ def read_records(file, column) -> Iterator[bytes | dict]:
             for batch in table.iter_batches(1024, columns=[column]):
                 yield from batch.to_pylist()
         else:
-            lines = stored
-            if suffix in CODECS:  # refuses a file that was cut
-                lines = io.BufferedReader(pyarrow.CompressedInputStream(stored, CODECS[suffix]))
-            yield from map(bytes.strip, lines)
+            stream = pyarrow.input_stream(stored, CODECS.get(suffix))  # refuses a file that was cut
+            yield from map(bytes.strip, io.BufferedReader(stream))
 
 
 def read_document(stored: bytes) -> tuple:

@@ -17,7 +17,6 @@ import gc
 import os
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,15 +89,15 @@ class CachedTeacher:
         states = self.states[rows]
         values = states.values[index]
         bad = index[states.checksums(index, values) != states.sums[index]]
-        if len(bad) and not states.sums[bad[0]]:
-            raise UserError(
-                f"{states.file}: row {bad[0]} was not stored; an order of rows of your own belongs "
-                "into row_order of lib/rows.py"
-            )
         if len(bad):
+            row = f"{states.file}: row {bad[0]}"
+            if not states.sums[bad[0]]:
+                raise UserError(
+                    f"{row} was not stored; an order of rows of your own belongs into row_order of "
+                    "lib/rows.py"
+                )
             states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
-            message = f"{states.file}: row {bad[0]} is damaged; the same command computes it anew"
-            error = UserError(message)
+            error = UserError(f"{row} is damaged; the same command computes it anew")
             error.exit_code = TRY_AGAIN
             raise error
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
@@ -120,27 +119,26 @@ def open_cached(
     dtype,
     output_device: torch.device,
     wanted: RowIndices,
-    load: Callable = lambda: None,
+    load=None,
     size: int = 1,
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    load  returns the `Teacher`, or None. All processes call it if the head or a row is missing, and
-          then compute what is missing, `size` rows at a time
+    load  a function that returns the `Teacher`. All processes call it if the head or a row is
+          missing, and then compute what is missing, `size` rows at a time
 
-    Returns None if something is missing and `load` returns None. The head is whole.
+    Returns None if something is missing and there is no `load`. The head is whole.
     """
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
-    parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
     teacher = None
     if not all(parallel.all_gather(head is not None)):  # another program may be writing
-        teacher = load()
-        if not teacher:
+        if not load:
             return None
+        teacher = load()
         head = teacher.model.head.to("cpu")
         parallel.on_first(write_head, head_file, head)
     row_bytes = weight_of(head).shape[1] * dtype.itemsize
@@ -149,9 +147,9 @@ def open_cached(
     missing = parallel.all_gather(missing)[0]  # process 0 decides
     n_missing = sum(map(len, missing))
     if n_missing:
-        teacher = teacher or load()
-        if not teacher:
+        if not load:
             return None
+        teacher = teacher or load()
         n_bytes = n_missing * states[first].values.shape[1]
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
         fill(teacher, states, missing, size)

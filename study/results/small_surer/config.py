@@ -31,7 +31,5 @@ results/smollm2_calibrated. Vanilla KD and ALRA of seeds 1 and 2 were trained an
 processor with AVX2, the others on one with AVX-512.""",
     "seeds": 3,
     "fewer_seeds": {},
-    "tune": ("none",),
-    "trial_steps": None,
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[:2], "alra")),
 }

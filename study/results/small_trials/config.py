@@ -5,10 +5,8 @@
 # The trials on record are in results/small, with their table. All methods have tried six rates,
 # though not at each other setting: this command would try more, such as ALRA's gamma 1 at 2.28e-3.
 
-import runpy as _runpy
+from study.small import *  # noqa: F403
 
-_small = _runpy.run_path("study/small.py")
-globals().update({name: x for name, x in _small.items() if name[0] != "_"})
 methods = ("alra@published", "alra", "pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad")
 methods += ("bild", "alra_u", "alra_n", "fixed_9", "fixed_25", "vanilla_kd@kl", "pretrain@flops")
 

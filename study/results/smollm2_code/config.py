@@ -33,10 +33,14 @@ keep_checkpoints = 1
 compile = teacher_cache = True
 dtype = "bfloat16"  # the teacher's pass takes half as long; heads and losses are in fp32
 
-hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 5}, "pretrain": {"lr": 1.73e-3}}
-# KL alone, since ALRA has no cross-entropy either; and ALRA with as much of it as vanilla KD has
-hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.73e-3}
-hyper["alra@ce"] = {"w_kd": 0.5, "w_ce": 0.5, "lr": 1.73e-3}
+hyper = {
+    "vanilla_kd": {"tau": 1},
+    "alra": {"gamma": 5},
+    "pretrain": {"lr": lr},
+    # KL alone, since ALRA has no cross-entropy either; and ALRA with as much as vanilla KD has
+    "vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "lr": lr},
+    "alra@ce": {"w_kd": 0.5, "w_ce": 0.5, "lr": lr},
+}
 _compare = {
     "out": "out/study_smollm2_code",
     "title": "Another teacher on the same text: SmolLM2-135M-Instruct in 4 bits",

@@ -5,10 +5,8 @@
 # The trials on record are in results/smollm2_code, with their table. Not every method has tried
 # every rate: this command would try more.
 
-import runpy as _runpy
+from study.results.smollm2_code.config import *  # noqa: F403
 
-_study = _runpy.run_path("study/results/smollm2_code/config.py")
-globals().update({name: x for name, x in _study.items() if name[0] != "_"})
 methods = ("vanilla_kd@published", "vanilla_kd", "alra", "fixed_9", "vanilla_kd@kl")
 
 hyper = {

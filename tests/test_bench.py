@@ -12,7 +12,7 @@ from tests.world import read_table, refusal
 from tools import bench, gpu
 
 CPU = torch.device("cpu")
-TINY = "--models=demo_teacher,mini"
+TINY = ["--teacher=demo_teacher", "--student=mini"]
 needs_peak = pytest.mark.skipif(not bench.PEAK.exists(), reason="no peak memory is known here")
 
 
@@ -34,7 +34,7 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     methods.compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["--device=cpu", TINY, "--n=13", "--repeats=1"])
+        bench.main(["--device=cpu", *TINY, "--n=13", "--repeats=1"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
     cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]

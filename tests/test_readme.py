@@ -248,7 +248,6 @@ def test_the_files_that_are_named_are_there():
 # The only ones that import a script; study/compare.py starts train.py and eval.py as processes.
 DRIVERS = """
 tools.gpu train
-tools.gpu eval
 tools.gpu tools.bench
 study.compare study.record
 study.compare study.report

@@ -8,7 +8,7 @@ products alone, with other methods, and with itself, not compiled. The cases run
 after round, so that the machine's load affects all alike. The table has medians over --repeats
 rounds, and the range of the ratios.
 
---models has the presets of teacher and student, which get random weights. A row has --n inputs.
+--teacher and --student are presets, which get random weights. A row has --n inputs.
 Memory is resident memory on the CPU (Linux), allocated memory on a GPU: the peak above what was in
 use before.
 """
@@ -25,13 +25,13 @@ from statistics import median
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from lib.errors import UserError
 from lib.settings import PositiveInt, checked
 
 OPTIONS = {
     "device": "auto",
     "methods": "vanilla_kd",
-    "models": "1.8b,200m",
+    "teacher": "1.8b",
+    "student": "200m",
     "n": 512,
     "repeats": 5,
 }
@@ -44,8 +44,6 @@ def arguments(argv) -> Namespace:
     args = parser.parse_args(argv)
     for name in ("n", "repeats"):
         checked(f"--{name}", getattr(args, name), PositiveInt)
-    if args.models.count(",") != 1:
-        raise UserError(f"--models={args.models}: expected TEACHER,STUDENT")
     return args
 
 
@@ -64,7 +62,8 @@ PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
-    teacher, student = map(student_config, args.models.split(","))
+    teacher = student_config(args.teacher)
+    student = student_config(args.student)
     V = student.vocab_size
     dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     draw = partial(torch.randn, device=args.device, dtype=dtype)
@@ -86,8 +85,10 @@ def make_cases(args) -> dict:
         results = head_losses(students, h_t, w_t, y, compile=compile, chunk=args.n)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
-    not_compiled = partial(fused, resolve("alra"), compile=False)
-    cases = {"products alone": products, "alra, not compiled": not_compiled}
+    cases = {
+        "products alone": products,
+        "alra, not compiled": partial(fused, resolve("alra"), compile=False),
+    }
     for name in ("alra", *args.methods.split(",")):
         cases[name] = partial(fused, resolve(name))
     return cases

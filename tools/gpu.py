@@ -14,16 +14,16 @@ that of the third one's gradient.
 """
 
 import itertools
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
@@ -36,15 +36,13 @@ tests    140 -m pytest -q -m gpu tests
 plain     60 train.py {demo} --out_dir={out}/plain
 fill      60 train.py {demo} --out_dir={out}/fill --teacher_cache=True
 read      60 train.py {demo} --out_dir={out}/read --teacher_cache=True
-eval      60 {gpu} eval {out}/plain --tasks=none --max_rows=64 --device={device}
-eval_cpu  60 {gpu} eval {out}/plain --tasks=none --max_rows=64 --device=cpu
+eval      60 eval.py {out}/plain --tasks=none --max_rows=64 --device={device}
+eval_cpu  60 eval.py {out}/plain --tasks=none --max_rows=64 --device=cpu
 500m     110 {gpu} 500m
 graph     90 {gpu} graph
 whole    150 {gpu} whole
 loss     100 tools/bench.py --device={device} {sizes}
 """
-DEMO = "config/demo.py --methods=alra --max_steps=20 --schedule_steps=20 --warmup_steps=5 \
---val_max_rows=8 --device={device} --compile={compile}"
 # part, student, method, chunk_positions, and what differs from train.py:
 #   graph    the teacher's forward pass is a CUDA graph
 #   whole    the student's layers are compiled together, not one by one
@@ -67,9 +65,8 @@ def arguments(argv) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
-    parts = {"eval", *re.findall(r"^\w+", CASES, re.M)}
-    parser.add_argument("part", nargs="?", choices=sorted(parts))
-    parser.add_argument("flags", nargs=REMAINDER)
+    parts = re.findall(r"^\w+", CASES, re.M)
+    parser.add_argument("part", nargs="?", choices=sorted({*parts}))
     return parser.parse_args(argv)
 
 
@@ -93,17 +90,24 @@ def run_parts(args):
     with tempfile.TemporaryDirectory() as out:
         places = {
             "gpu": f"{__file__} --device={args.device}{' --tiny' * args.tiny}",
+            "demo": "config/demo.py --methods=alra --max_steps=20 --schedule_steps=20 "
+            f"--warmup_steps=5 --val_max_rows=8 --device={args.device} --compile={not args.tiny}",
             "device": args.device,
-            "compile": not args.tiny,
-            "sizes": "--models=demo_teacher,mini --n=13" if args.tiny else "--repeats=3",
+            "sizes": "--teacher=demo_teacher --student=mini --n=13" if args.tiny else "--repeats=3",
             "out": out,
         }
-        for line in PARTS.format(demo=DEMO.format(**places), **places).strip().splitlines():
+        # eval.py imports lm-eval, which only tasks need: the file counts where there is none
+        stub = Path(out, "lm_eval/api/model.py")
+        stub.parent.mkdir(parents=True)
+        stub.write_text("TemplateLM = object")
+        found = f"{out}:{os.environ.get('PYTHONPATH', '')}"
+        for line in PARTS.format(**places).strip().splitlines():
             name, limit, *command = line.split()
             began = time.perf_counter()
             limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
             # `timeout` ends the processes that a part has started too
-            code = subprocess.call(["timeout", "-k5", limit, sys.executable, "-u", *command])
+            command = ["timeout", "-k5", limit, sys.executable, "-u", *command]
+            code = subprocess.call(command, env=os.environ | {"PYTHONPATH": found})
             print(f"{name}: exit code {code}, {time.perf_counter() - began:.0f} s\n", flush=True)
 
 
@@ -176,20 +180,9 @@ def clip(*inputs):
     return norm
 
 
-def score(flags):
-    """Run eval.py without lm-eval, which only tasks need."""
-    absent = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
-    sys.modules |= dict.fromkeys(absent, SimpleNamespace(TemplateLM=object))
-    import eval as ev
-
-    ev.main(flags)
-
-
 def main(argv):
     args = arguments(argv)
-    if args.part == "eval":
-        score(args.flags)
-    elif args.part:
+    if args.part:
         train.clip_gradients = clip
         time_updates(args.part, args.tiny, pick_device(args.device))
     else:

@@ -44,7 +44,7 @@ def read_manifest(data_dir: str | Path, name) -> dict:
     over all held-out rows, each under the token frequencies of its own folder. Raises `UserError`
     if the folders' rows do not go together.
     """
-    folders = str(data_dir).split(",")
+    folders = f"{data_dir}".split(",")
     manifests = []
     for folder in folders:
         file = Path(folder, f"{name}.json")

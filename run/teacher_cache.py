@@ -12,11 +12,11 @@ complete row. A run computes the rows that are missing before its first update.
 """
 
 import contextlib
-import dataclasses
 import gc
 import os
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +76,7 @@ class States:
         flush(self.file)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache, and computes nothing."""
 

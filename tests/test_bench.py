@@ -34,7 +34,8 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     methods.compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["--device=cpu", *TINY, "--n=13", "--repeats=1"])
+        monkeypatch.setattr(bench, "ROUNDS", 1)
+        bench.main(["--device=cpu", *TINY, "--seq_len=13"])
     methods.compiled.cache_clear()
     assert len(compiled) == 1  # `evaluate`, for all methods: `compile` reaches the objectives
     cases = [line.split(" | ")[0] for line in printed().splitlines()[4:]]

@@ -144,7 +144,7 @@ prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9 => UserError: w
 eval.py x --tasks=foo => UserError: --tasks: no ['foo'] in
 tools/sample.py x --temperature=-1 => UserError: --temperature=-1.0: expected float 0 or more
 tools/plot.py x --outt=y => usage: plot.py
-tools/bench.py --nn=9 => usage: bench.py
+tools/bench.py --n=9 => UserError: --n=9: no such key 'n'
 tools/gpu.py 20m => usage: gpu.py
 -c 'import sys; sys.modules["fcntl"] = None; import train' => Windows is not supp
 train.py config/tiny.py => train.py: loading torch

@@ -1,14 +1,16 @@
 """Speed and memory of ALRA's loss, on any machine. tools/gpu.py is for a GPU.
 
     python tools/bench.py
-    python tools/bench.py --methods=tad,bild --n=1024    other methods and sizes
+    python tools/bench.py --methods=tad,bild --seq_len=1024    other methods and sizes
 
 It measures forward and backward of heads and loss: ALRA, compiled, compared with the matrix
 products alone, with other methods, and with itself, not compiled. The cases run in turn, round
-after round, so that the machine's load affects all alike. The table has medians over --repeats
-rounds, and the range of the ratios.
+after round, so that the machine's load affects all alike. The table has medians over the rounds,
+and the range of the ratios.
 
---teacher and --student are presets, which get random weights. A row has --n inputs.
+Of train.py's keys, these count: methods and their settings, teacher and student (the shapes of
+presets, which get random weights), seq_len, device and dtype. A case is one row.
+
 Memory is resident memory on the CPU (Linux), allocated memory on a GPU: the peak above what was in
 use before.
 """
@@ -17,7 +19,7 @@ import ctypes
 import math
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,26 +27,14 @@ from statistics import median
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from lib.settings import PositiveInt, checked
+from configure import Config
 
-OPTIONS = {
-    "device": "auto",
-    "methods": "vanilla_kd",
-    "teacher": "1.8b",
-    "student": "200m",
-    "n": 512,
-    "repeats": 5,
-}
+DEFAULTS = ("--teacher=1.8b", "--methods=vanilla_kd")
+ROUNDS = 5
 
 
-def arguments(argv) -> Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    for name, default in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    args = parser.parse_args(argv)
-    for name in ("n", "repeats"):
-        checked(f"--{name}", getattr(args, name), PositiveInt)
-    return args
+def arguments(argv) -> Config:
+    return configure.read_config([*DEFAULTS, *argv])
 
 
 if __name__ == "__main__":
@@ -53,25 +43,25 @@ if __name__ == "__main__":
 import torch
 
 from lib.device import machine_facts, peak_bytes, pick_device
-from losses import resolve
 from model import student_config
-from run.methods import head_losses
+from run.methods import compute_dtype, head_losses, make_method
 
 PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 
-def make_cases(args) -> dict:
-    """Return name -> function that computes both heads and the loss, for one row of n positions."""
-    teacher = student_config(args.teacher)
-    student = student_config(args.student)
+def make_cases(cfg) -> dict:
+    """Return name -> function that computes both heads and the loss, for one row."""
+    teacher = student_config(cfg.teacher)
+    student = student_config(cfg.student)
     V = student.vocab_size
-    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    draw = partial(torch.randn, device=args.device, dtype=dtype)
-    h_s = (0.02 * draw(1, args.n, student.hidden_size)).requires_grad_()
+    n = cfg.seq_len
+    dtype = compute_dtype(cfg)
+    draw = partial(torch.randn, device=cfg.device, dtype=dtype)
+    h_s = (0.02 * draw(1, n, student.hidden_size)).requires_grad_()
     w_s = draw(V, student.hidden_size).float().requires_grad_()
-    h_t = 0.02 * draw(1, args.n, teacher.hidden_size)
+    h_t = 0.02 * draw(1, n, teacher.hidden_size)
     w_t = draw(V, teacher.hidden_size)
-    y = torch.randint(V, (1, args.n), device=args.device)
+    y = torch.randint(V, (1, n), device=cfg.device)
 
     @torch.no_grad()
     def products():
@@ -82,15 +72,15 @@ def make_cases(args) -> dict:
 
     def fused(method, compile=True):
         students = [(h_s, w_s, method)]
-        results = head_losses(students, h_t, w_t, y, compile=compile, chunk=args.n)
+        results = head_losses(students, h_t, w_t, y, compile=compile, chunk=n)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
     cases = {
         "products alone": products,
-        "alra, not compiled": partial(fused, resolve("alra"), compile=False),
+        "alra, not compiled": partial(fused, make_method("alra", cfg), compile=False),
     }
-    for name in ("alra", *args.methods.split(",")):
-        cases[name] = partial(fused, resolve(name))
+    for name in ("alra", *cfg.methods):
+        cases[name] = partial(fused, make_method(name, cfg))
     return cases
 
 
@@ -128,17 +118,17 @@ def row(name, rounds, reference) -> str:
 
 
 def main(argv):
-    args = arguments(argv)
-    args.device = pick_device(args.device)
-    cases = make_cases(args)
-    print(f"{machine_facts(args.device)}: {args}\n")
+    cfg = configure.load([*DEFAULTS, *argv])
+    device = pick_device(cfg.device)
+    cases = make_cases(replace(cfg, device=f"{device}"))
+    print(f"{machine_facts(device)}: {argv}\n")
     for case in cases.values():
         case()  # compiles
-    n_calls = 20 if args.device.type == "cuda" else 1  # a call takes milliseconds on a GPU
+    n_calls = 20 if device.type == "cuda" else 1  # a call takes milliseconds on a GPU
     rounds = {name: [] for name in cases}
-    for _ in range(args.repeats):
+    for _ in range(ROUNDS):
         for name, case in cases.items():
-            rounds[name].append(measure(case, args.device, n_calls))
+            rounds[name].append(measure(case, device, n_calls))
     print("| case | ALRA's time / its | ALRA's memory / its | seconds | peak MiB |")
     print("|---|---|---|---|---|")
     for name, of_case in rounds.items():

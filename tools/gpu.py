@@ -93,7 +93,7 @@ def run_parts(args):
             "demo": "config/demo.py --methods=alra --max_steps=20 --schedule_steps=20 "
             f"--warmup_steps=5 --val_max_rows=8 --device={args.device} --compile={not args.tiny}",
             "device": args.device,
-            "sizes": "--teacher=demo_teacher --student=mini --n=13" if args.tiny else "--repeats=3",
+            "sizes": "--teacher=demo_teacher --student=mini --seq_len=13" * args.tiny,
             "out": out,
         }
         # eval.py imports lm-eval, which only tasks need: the file counts where there is none

@@ -129,8 +129,7 @@ def open_cached(
 
     Returns None if something is missing and there is no `load`. The head is whole.
     """
-    first, *_ = wanted
-    folder = Path(first.file).parent
+    folder = Path(next(iter(wanted)).file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
@@ -142,35 +141,35 @@ def open_cached(
         head = teacher.model.head.to("cpu")
         parallel.on_first(write_head, head_file, head)
     row_bytes = weight_of(head).shape[1] * dtype.itemsize
-    states = {rows: States(rows, facts, row_bytes) for rows in wanted}
-    missing = [index[states[rows].sums[index] == 0] for rows, index in wanted.items()]
-    missing = parallel.all_gather(missing)[0]  # process 0 decides
-    n_missing = sum(map(len, missing))
-    if n_missing:
-        if not load:
-            return None
-        teacher = teacher or load()
-        n_bytes = n_missing * states[first].values.shape[1]
-        say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
-        fill(teacher, states, missing, size)
+    states = {}
+    for rows, index in wanted.items():
+        states[rows] = stored = States(rows, facts, row_bytes)
+        missing = index[stored.sums[index] == 0]
+        missing = parallel.all_gather(missing)[0]  # process 0 decides
+        if len(missing):
+            if not load:
+                return None
+            teacher = teacher or load()
+            n_bytes = len(missing) * stored.values.shape[1]
+            say(f"teacher: hidden states of {rows.file} take {gib(n_bytes)} more disk space")
+            fill(teacher, rows, stored, missing, size)
     say(f"teacher: all hidden states are in {folder}")
     del teacher
     gc.collect()  # compiled and sharded layers refer to themselves
     return CachedTeacher(head.to(output_device), states)
 
 
-def fill(teacher: Teacher, states, missing: list[np.ndarray], size: int):
-    """Compute and store the missing rows of each file, divided among the processes."""
+def fill(teacher: Teacher, rows: Rows, states: States, index: np.ndarray, size: int):
+    """Compute and store rows of a file, divided among the processes."""
     rank = parallel.rank()
-    for (rows, stored), index in zip(states.items(), missing, strict=True):
-        starts = range(0, len(index), parallel.world() * size)
-        for first in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
-            batch = index[first + rank * size :][:size]
-            # sharded layers compute on all processes together, even without a row of their own
-            x, _, _ = rows.batch(batch if len(batch) else index[:1], teacher.head.device)
-            h = teacher.hidden(x)
-            values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
-            stored.write(batch, values[: len(batch)])
+    starts = range(0, len(index), parallel.world() * size)
+    for first in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
+        batch = index[first + rank * size :][:size]
+        # sharded layers compute on all processes together, even without a row of their own
+        x, _, _ = rows.batch(batch if len(batch) else index[:1], teacher.head.device)
+        h = teacher.hidden(x)
+        values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
+        states.write(batch, values[: len(batch)])
     parallel.all_gather(None)  # every row is there
 
 

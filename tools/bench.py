@@ -27,13 +27,12 @@ from statistics import median
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from configure import Config
 
 DEFAULTS = ("--teacher=1.8b", "--methods=vanilla_kd")
 ROUNDS = 5
 
 
-def arguments(argv) -> Config:
+def arguments(argv) -> configure.Config:
     return configure.read_config([*DEFAULTS, *argv])
 
 

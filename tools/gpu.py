@@ -96,18 +96,18 @@ def run_parts(args):
             "sizes": "--teacher=demo_teacher --student=mini --seq_len=13" * args.tiny,
             "out": out,
         }
-        # eval.py imports lm-eval, which only tasks need: the file counts where there is none
+        # eval.py imports lm-eval, which only tasks need. Python prefers an installed one to this
         stub = Path(out, "lm_eval/api/model.py")
         stub.parent.mkdir(parents=True)
         stub.write_text("TemplateLM = object")
-        found = f"{out}:{os.environ.get('PYTHONPATH', '')}"
+        search_path = f"{out}:{os.environ.get('PYTHONPATH', '')}"
         for line in PARTS.format(**places).strip().splitlines():
             name, limit, *command = line.split()
             began = time.perf_counter()
             limit = "0" if args.tiny else limit  # 0: none, as the machine may be slow
             # `timeout` ends the processes that a part has started too
             command = ["timeout", "-k5", limit, sys.executable, "-u", *command]
-            code = subprocess.call(command, env=os.environ | {"PYTHONPATH": found})
+            code = subprocess.call(command, env=os.environ | {"PYTHONPATH": search_path})
             print(f"{name}: exit code {code}, {time.perf_counter() - began:.0f} s\n", flush=True)
 
 

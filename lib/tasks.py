@@ -5,7 +5,6 @@ hash to the published ones, since lm-eval accepts fields of another type: with s
 for example, piqa scores 0.
 """
 
-import csv
 import json
 import logging
 from collections.abc import Iterable
@@ -186,12 +185,9 @@ def read_rows(
 
 def read_stories(file) -> list[dict]:
     """Return the items of StoryCloze, from the CSV of its authors, in lm-eval's fields."""
-    rows = []
-    with (
-        reading(file, "expected the CSV of StoryCloze's authors"),
-        open(file, encoding="utf-8-sig", newline="") as lines,
-    ):
-        for row in csv.DictReader(lines):
-            story = {field: row[heading] for heading, field in STORY_FIELDS.items()}
-            rows.append(story | {"answer_right_ending": int(story["answer_right_ending"])})
-    return rows
+    import pandas as pd
+
+    with reading(file, "expected the CSV of StoryCloze's authors"):
+        stories = pd.read_csv(file, usecols=[*STORY_FIELDS], keep_default_na=False)
+        stories = stories.rename(columns=STORY_FIELDS).astype({"answer_right_ending": int})
+        return stories.to_dict("records")

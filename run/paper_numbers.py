@@ -4,7 +4,7 @@ import io
 
 import pandas as pd
 
-from lib.tasks import COLUMNS, SUITES
+from lib.tasks import SUITES
 
 # Accuracy in %, and its average over the tasks.
 _TEXT = """\
@@ -54,14 +54,13 @@ validation 500m  alra           -     -     -     -     -     -     -     -     
 """
 UPDATES = {"heldout": 126_400, "validation": 67_200}  # behind the paper's numbers
 PAPER = pd.read_csv(io.StringIO(_TEXT), sep=r"\s+", na_values="-")
-PAPER.columns = ["split", "size", "method", *COLUMNS, "avg"]
 NAMES = [*PAPER["method"].unique()]  # in the order of rows
 
 
 def paper_rows(student: str | None, split, tasks: list[str]) -> pd.DataFrame:
-    """Return the paper's cells by method: tasks, and their average."""
-    known = (PAPER["size"] == student) & (PAPER["split"] == split)
-    rows = PAPER[known].set_index("method")[[*tasks, "avg"]]
+    """Return the paper's cells by method: tasks, named by their headings, and their average."""
+    known = PAPER.query("size == @student and split == @split")
+    rows = known.set_index("method")[[*tasks, "avg"]]
     if len(tasks) < len(SUITES[split]):  # else as the paper prints it
         rows["avg"] = rows[tasks].mean(axis=1)
     return rows.map("{:.2f}".format).replace("nan", "–")

@@ -211,6 +211,7 @@ def accuracies(first, rows, reference, metric) -> list[str]:
     tasks = [task for task in suite if task in rows]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
     accs = accs.rename(columns=COLUMNS)
+    headings = [*accs]
     average = "Avg." if len(tasks) == len(suite) else f"Avg. ({len(tasks)} of {len(suite)})"
     accs[average] = accs.mean(axis=1)
     columns = {heading: Column(heading, +1, 1, 2) for heading in accs}
@@ -224,8 +225,8 @@ def accuracies(first, rows, reference, metric) -> list[str]:
         if scores["n"] != scores["n_paper"]:
             items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
             lines.append(f"{COLUMNS[task]}: {items}.")
-    paper = paper_rows(first["run"].get("student"), split, tasks).set_axis([*accs], axis=1)
-    paper = paper.loc[methods.intersection(paper.index, sort=False)]
+    paper = paper_rows(first["run"].get("student"), split, headings)
+    paper = paper.rename(columns={"avg": average}).reindex(methods).dropna()
     if len(paper):
         updates = f"{UPDATES[split]:,} updates (ours: {first['run']['step']:,})"
         lines += ["", f"The paper's acc, after {updates}:", "", *grid(paper)]

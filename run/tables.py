@@ -7,6 +7,7 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -161,17 +162,18 @@ def for_screen(text: str) -> str:
     """Return text with the columns of its Markdown tables aligned if it goes to a terminal."""
     if not sys.stdout.isatty():
         return text
-    lines = []
-    for is_table, group in itertools.groupby(text.split("\n"), lambda line: line.startswith("|")):
-        if is_table:
-            columns = []
-            for cells in zip(*(line[2:-2].split(" | ") for line in group), strict=True):
-                width = max(map(len, cells))
-                pad = str.rjust if columns else str.ljust
-                columns.append([pad(cell, width) for cell in cells])
-            group = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
-        lines += group
-    return "\n".join(lines)
+    return re.sub(r"^\|.*(\n\|.*)*", aligned, text, flags=re.M)
+
+
+def aligned(table: re.Match) -> str:
+    """Return the lines of a Markdown table with cells of one width in each column."""
+    cells = pd.DataFrame(line.split("|") for line in table[0].split("\n"))
+    return "\n".join(cells.apply(padded).agg("|".join, axis=1))
+
+
+def padded(column: pd.Series) -> pd.Series:
+    """Return the cells of a column in one width. Those of the first one, 1, begin at the left."""
+    return column.str.pad(column.str.len().max(), "right" if column.name == 1 else "left")
 
 
 def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:

@@ -138,28 +138,27 @@ def curves(seeds, path):
             # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
-    names = numbers.index.unique("name")
-    kept = choose_drawn(numbers)
-    numbers = numbers[numbers.index.isin(kept, level="name")]
+    names = by_interest(numbers)
+    numbers = numbers[numbers.index.isin(names[:N_DRAWN], level="name")]
     drawn = numbers.dropna(axis=1, how="all").drop(columns=UNDRAWN, errors="ignore")
     keys = [key for key in {**PANELS, **drawn} if key in drawn]
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     for i, key in enumerate(keys):
         draw_panel(figure.add_subplot(n_rows, 3, i + 3 if i else (1, 3)), key, numbers)
-    if len(names) > len(kept):
-        figure.axes[0].plot([], label=f"not drawn: {len(names) - len(kept)}", color="none")
+    if len(names) > N_DRAWN:
+        figure.axes[0].plot([], label=f"not drawn: {len(names) - N_DRAWN}", color="none")
     # of all panels, as a student that has stopped may be missing in the first
     lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     figure.legend(handles=lines.values(), loc="outside right upper")
     save(figure, path)
 
 
-def choose_drawn(numbers) -> list[str]:
-    """Return the students to draw: COMPARED, then the lowest in held-out CE, METHOD@LABEL last."""
+def by_interest(numbers) -> list[str]:
+    """Return the students: COMPARED, then by rising held-out CE, METHOD@LABEL last."""
     ces = numbers.get("val_ce", numbers["step"]).groupby(["name", "seed"]).last()
     best_first = ces.groupby("name").mean().sort_values().index
-    return sorted(best_first, key=lambda name: (name not in COMPARED, "@" in name))[:N_DRAWN]
+    return sorted(best_first, key=lambda name: (name not in COMPARED, "@" in name))
 
 
 def draw_panel(axis, key, numbers):
@@ -300,14 +299,15 @@ def choices(text, folder) -> list[dict]:
     fn = resolve(c.run["method"]).fn
     terms = fn(z_s, z_t, ids[1:], **{key: hyper[key] for key in default_settings(fn)})
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
+    decode = c.tokenizer.decode
     entries = []
     for u, candidates in enumerate(terms.tokens):
         proposed = z_s[u].topk(len(candidates)).indices
         entries.append(
             {
-                "before": c.tokenizer.decode(ids[1 : u + 1]),
-                "next": ascii(c.tokenizer.decode([ids[u + 1]])),
-                "candidates": [ascii(c.tokenizer.decode([token])) for token in candidates],
+                "before": decode(ids[1 : u + 1]),
+                "next": ascii(decode([ids[u + 1]])),
+                "candidates": [ascii(decode([token])) for token in candidates],
                 "is_next": (candidates == ids[u + 1]).tolist(),
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
@@ -321,7 +321,6 @@ def choices(text, folder) -> list[dict]:
 def sentence(entries, path):
     """Draw the last three entries of `choices`, and write all of them beside the picture."""
     shown = entries[-3:]
-    n_rows = len(shown[0]["candidates"])
     figure, axes = plt.subplots(1, len(shown), figsize=(10, 5.5), squeeze=False)
     for axis, entry in zip(axes[0], shown, strict=True):
         bars = pd.DataFrame(entry)[["teacher", "student"]]
@@ -334,9 +333,9 @@ def sentence(entries, path):
             at = entry["is_next"].index(True)
             words[at] = f"→ {words[at]}"
             which = ""
-        axis.set_yticks(range(n_rows), words, size=7)
-        for label, is_added in zip(axis.get_yticklabels(), entry["added"], strict=True):
-            label.set_color("red" if is_added else "black")
+        axis.set_yticks(range(len(words)), words, size=7)
+        for i in np.flatnonzero(entry["added"]):
+            axis.get_yticklabels()[i].set_color("red")
         axis.invert_yaxis()
         axis.grid(False)
         axis.locator_params(axis="x", nbins=5)
@@ -345,7 +344,7 @@ def sentence(entries, path):
             before = f"..{before[-21:]}"
         axis.set_title(
             f"after {before}\ncame next: {entry['next'][:20]}{which}\n"
-            f"local set: {d_u} of {n_rows} candidates"
+            f"local set: {d_u} of {len(words)} candidates"
         )
         masses = bars[:d_u].sum()
         axis.set_xlabel(

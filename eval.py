@@ -34,7 +34,7 @@ def arguments(argv) -> argparse.Namespace:
         "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
     )
     add("--tasks", default="all", help="all, none, or names with commas")
-    add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
+    add("--split", default="heldout", choices=SUITES, help="paper's item set")
     add("--data_dir", help="folder with items as TASK/SPLIT.jsonl; default: the hub")
     add("--storycloze", help="your copy of StoryCloze: the CSV of its authors")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
@@ -78,7 +78,7 @@ from lib.stats import half_interval
 from lib.tokens import token_bytes
 from lib.vocab import IGNORE
 from run.provenance import content_hash
-from run.results import has_model, left_out, students_of
+from run.results import has_model, students_of
 from run.saved_models import Checkpoint, check_content, open_checkpoint
 from run.teacher import Teacher, check_context, check_teacher, inherited, load_teacher
 from run.teacher_cache import open_cached, progress
@@ -121,10 +121,10 @@ def score(args):
     if tasks:
         for c in checkpoints:
             results += score_tasks(c, tasks, args, device)
-    from run.tables import for_screen, tables_of  # imports pandas, which takes a second
+    from run.tables import tables_of  # imports pandas, which takes a second
 
     try:
-        print(for_screen(tables_of(results, args.reference, args.metric)))
+        print(tables_of(results, args.reference, args.metric))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     for result in results:
@@ -171,7 +171,6 @@ class Scorer(TemplateLM):
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
         self.model = model
-        self.head = model.head.to(torch.float32)  # [V, D]
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.batch_tokens = batch_tokens
@@ -205,7 +204,7 @@ class Scorer(TemplateLM):
             rows.append((tuple(inputs[-self.max_length :]), tuple(labels[-self.max_length :])))
         # Longest first: a batch that does not fit in memory fails at once.
         unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
-        model = (lambda x: self.model.hidden(x).float(), self.head)
+        model = (lambda x: self.model.hidden(x).float(), self.model.head)
         (sums,) = metrics.sums_by_part([model], None, self.batches(unique), len(unique))
         logp = (-sums["ce"]).tolist()
         is_greedy = (sums["right"] == sums["n"]).tolist()
@@ -214,7 +213,7 @@ class Scorer(TemplateLM):
 
     def batches(self, rows):
         """Yield rows, sorted by length, as batches of `metrics.sums_by_part`: a part is a row."""
-        device = self.head.device
+        device = self.model.head.device
         first = 0
         with progress(total=len(rows), desc="scoring", disable=None) as bar:
             for length, group in itertools.groupby(rows, lambda row: len(row[0])):
@@ -237,11 +236,10 @@ def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> dict:
             values[key.removesuffix(",none")] = value
     instances = task.loaded["tasks"][name].instances
     prompts = "".join(json.dumps(instance.args) for instance in instances)
-    return values | {
+    return {
+        **values,
         "n": out["n-samples"][name]["effective"],
-        "n_paper": SUITES[args.split][name].n_paper,
-        "source": task.source,
-        "data_sha256": task.sha256,
+        **task.facts,
         "prompts_sha256": text_hash(prompts),
         "version": out["versions"][name],
     }
@@ -369,7 +367,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     return results
 
 
-def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
+def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
 
     ids  [rows, row_len] to score. At the beginning of a document, a token of a space and a word
@@ -379,7 +377,7 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
     pieces = token_bytes(tokenizer)
     lengths = [*map(len, pieces)] + [0.0] * (n_vocab - len(pieces))
     bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a"))
-    if len(ids) and pieces[bare[0]].startswith(b" ") and bare != spaced:
+    if pieces[bare[0]].startswith(b" ") and bare != spaced:
         begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])
         targets = ids[:, 1:]
         for token, n in zip(*np.unique(targets[begins], return_counts=True), strict=True):
@@ -396,8 +394,10 @@ def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     checkpoints = []
     names = students_of(args.paths, has_model)
-    for folder in left_out(args.paths, names):
-        note(f"{folder}: left out (it stopped, or has no checkpoint yet)")
+    for path in args.paths:
+        for log in sorted(Path(path).glob("*/log.jsonl")):
+            if str(log.parent) not in names:
+                note(f"{log.parent}: left out (it stopped, or has no checkpoint yet)")
     for name in names:
         c = open_checkpoint(name)
         if c.run and c.results != c.folder.parent:
@@ -454,9 +454,9 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 def main(argv):
     args = arguments(argv)
     if args.table:
-        from run.tables import for_screen, tabulate
+        from run.tables import tabulate
 
-        print(for_screen(tabulate(args.paths, args.reference, args.metric)))
+        print(tabulate(args.paths, args.reference, args.metric))
         return
     try:
         score(args)

@@ -81,11 +81,10 @@ STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), TASKS["storycloze_2016"].fields,
 
 
 class OpenTask(NamedTuple):
-    """A task of lm-eval with a set's items: where they come from, and the hash of their fields."""
+    """A task of lm-eval with a set's items."""
 
     loaded: dict  # as its TaskManager loads it
-    source: str
-    sha256: str
+    facts: dict  # the paper's number of items; where these come from, and the hash of their fields
 
 
 def choose_tasks(asked: str, split) -> list[str]:
@@ -142,7 +141,8 @@ def open_task(
         for number, item in enumerate(task.eval_docs):
             with reading(f"{source}, item {number}", f"expected an item of {name} with its answer"):
                 check_item(task, item)
-    return OpenTask(loaded, source, sha256)
+    facts = {"n_paper": expected.n_paper, "source": source, "data_sha256": sha256}
+    return OpenTask(loaded, facts)
 
 
 def check_item(task, item: dict):

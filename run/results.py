@@ -60,12 +60,6 @@ def students_of(paths, is_done) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def left_out(paths, folders) -> list[str]:
-    """Return the students inside the paths whose folder is not among `folders`."""
-    logs = [log for path in paths for log in Path(path).glob("*/log.jsonl")]
-    return sorted({str(log.parent) for log in logs}.difference(folders))
-
-
 def read_results(folder: Path) -> list[dict]:
     """Return a folder's results, oldest first, without those of a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")

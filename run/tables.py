@@ -100,7 +100,7 @@ def tables_of(results: list[dict], reference, metric) -> str:
             lines += accuracies(first, rows, reference, metric)
         edits = edit_lines(students.values(), "run")
         lines += [f"Protocol: {protocol}.", *edits, ""]
-    return "\n".join(lines)
+    return for_screen("\n".join(lines))
 
 
 def table_of(result) -> tuple[str, str]:

@@ -214,16 +214,15 @@ class Scorer(TemplateLM):
     def batches(self, rows):
         """Yield rows, sorted by length, as batches of `metrics.sums_by_part`: a part is a row."""
         device = self.model.head.device
+        batches = []
+        for length, group in itertools.groupby(rows, lambda row: len(row[0])):
+            batches += torch.tensor([*group]).split(max(1, self.batch_tokens // length))
         first = 0
-        with progress(total=len(rows), desc="scoring", disable=None) as bar:
-            for length, group in itertools.groupby(rows, lambda row: len(row[0])):
-                size = max(1, self.batch_tokens // length)
-                for batch in torch.tensor([*group], device=device).split(size):
-                    x, y = batch.unbind(1)  # [B, T]
-                    part = torch.arange(first, first + len(x), device=device)
-                    yield part[:, None].expand_as(x), x, y, None
-                    bar.update(len(x))
-                    first += len(x)
+        for batch in progress(batches, "scoring", disable=None):
+            x, y = batch.to(device).unbind(1)  # [B, T]
+            part = torch.arange(first, first + len(x), device=device)
+            yield part[:, None].expand_as(x), x, y, None
+            first += len(x)
 
 
 def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> dict:

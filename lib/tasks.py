@@ -72,12 +72,11 @@ NO_STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
     "no hub has them; name their CSV by --storycloze; without it averages are over 8 of 9 tasks"
 )
-# The headings of that CSV -> lm-eval's fields.
-STORY_HEADINGS = (
-    "InputSentence1 InputSentence2 InputSentence3 InputSentence4 "
-    "RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding"
-)
-STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), TASKS["storycloze_2016"].fields, strict=True))
+# The headings of that CSV, in the order of lm-eval's fields.
+STORY_HEADINGS = """\
+InputSentence1 InputSentence2 InputSentence3 InputSentence4
+RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding
+"""
 
 
 class OpenTask(NamedTuple):
@@ -188,6 +187,6 @@ def read_stories(file) -> list[dict]:
     import pandas as pd
 
     with reading(file, "expected the CSV of StoryCloze's authors"):
-        stories = pd.read_csv(file, usecols=[*STORY_FIELDS], keep_default_na=False)
-        stories = stories.rename(columns=STORY_FIELDS).astype({"answer_right_ending": int})
-        return stories.to_dict("records")
+        stories = pd.read_csv(file, keep_default_na=False)[STORY_HEADINGS.split()]
+        stories.columns = TASKS["storycloze_2016"].fields
+        return stories.astype({"answer_right_ending": int}).to_dict("records")

@@ -166,10 +166,9 @@ def trial_lines(plan: dict) -> list[str]:
         rate = own.pop("lr")
         cells[f"{x['method']} {settings_text(own)}".strip(), rate] = stars + text + stars
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
-    rates = [*table]
     tried = [x["method"] for x in trials]
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
-    at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
+    at_an_end = [m for m, x in best.items() if x["lr"] in table.columns[[0, -1]]]
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:
         advice = f"The rate of {', '.join(at_an_end)} is the lowest or highest tried: try others."

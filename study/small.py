@@ -94,7 +94,6 @@ parameters, one teacher and one text. It says nothing about students of 200M."""
         **dict.fromkeys(set(methods) - {"vanilla_kd", "alra"}, 5),
         **dict.fromkeys(("alra_u", "fixed_9", "fixed_25"), 3),
     },
-    "tune": ("none",),
     "tables": (
         ("Methods and variants", (*_nine, *_variants, "vanilla_kd@kl"), "vanilla_kd"),
         ("ALRA and the other methods", _nine, "alra"),

@@ -103,7 +103,7 @@ def write_items(folder, name, items, suite="heldout"):
         return
     with (folder / "stories.csv").open("w", newline="", encoding="utf-8-sig") as out:
         writer = csv.writer(out)
-        writer.writerow(["InputStoryid", *tasks.STORY_FIELDS])
+        writer.writerow(["InputStoryid", *tasks.STORY_HEADINGS.split()])
         writer.writerows([i, *row.values()] for i, row in enumerate(items))
 
 

@@ -41,12 +41,13 @@ import torch
 from lib.metrics import logits_of
 from run.results import has_model, students_of
 from run.saved_models import Checkpoint, open_checkpoint
+from run.teacher import load_model
 
 
 @torch.no_grad()
 def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
     """Return the ids with those that the model adds, up to its first EOS."""
-    model = c.load(torch.float32, torch.device("cpu"))
+    model = load_model(c.folder)
     n_most = min(len(ids) + args.tokens, c.context + 1)
     while len(ids) < n_most:
         h = model.hidden(torch.tensor([ids]))[0, -1:]  # [1, D]

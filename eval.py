@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import json
 import os
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 
 import configure
@@ -67,7 +67,6 @@ import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from torch import Tensor
 
 from lib import metrics
 from lib.device import machine_facts, pick_device
@@ -94,14 +93,14 @@ def score(args):
     if args.tasks == "all" and "storycloze_2016" in names and not args.storycloze:
         names.remove("storycloze_2016")
         note(NO_STORYCLOZE)
-    checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
-    tasks = {}
+    checkpoints = [*open_checkpoints(args)]  # a missing one must show before the hub is asked
     if names and not args.data_dir:  # which may take minutes to fail
         note("asks the hub for the items of tasks; without a network: --tasks none")
-    for name in names:
-        tasks[name] = open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
+    tasks = {
+        name: open_task(name, args.split, args.data_dir, args.storycloze, args.any_items)
+        for name in names
+    }
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
-    teacher = shared_setting(args.teacher, "teacher", checkpoints)
     if not names and not data_dir:
         raise UserError(
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
@@ -117,7 +116,7 @@ def score(args):
                 file.unlink()
     results = []
     if data_dir:
-        results += score_rows(checkpoints, data_dir, teacher, args, device)
+        results += score_rows(checkpoints, data_dir, args, device)
     if tasks:
         for c in checkpoints:
             results += score_tasks(c, tasks, args, device)
@@ -136,24 +135,22 @@ def score(args):
 # the tasks
 
 
-def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> list[dict]:
-    """Write and return a checkpoint's scores, a result for each task."""
+def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> Iterator[dict]:
+    """Write and yield a checkpoint's scores, a result for each task."""
     model = c.load(getattr(torch, args.dtype), device)
     scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.bos)
     protocol = {
         "dtype": args.dtype,
-        "lm_eval": version("lm_eval"),
+        "lm_eval": lm_eval.__version__,
         "max_length": args.max_length,
         "limit": args.limit,
     }
-    results = []
     for name, task in tasks.items():
         try:
             scores = benchmark(scorer, name, task, args)
         except UserError as error:
             raise UserError(f"{name}: {error}; --tasks can leave out the task") from error
-        results.append(write(args.split, {name: scores}, protocol, {}, c, device))
-    return results
+        yield write(args.split, {name: scores}, protocol, {}, c, device)
 
 
 class Scorer(TemplateLM):
@@ -177,7 +174,7 @@ class Scorer(TemplateLM):
         self.bos = bos
         self.prefix_token_id = tokenizer.eos_token_id if bos is None else bos
 
-    def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens=None) -> list[int]:
         """Return the ids of a text, with the BOS first if there is one."""
         ids = self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=False).ids
         if self.bos is None or add_special_tokens is False:
@@ -248,10 +245,9 @@ def benchmark(lm: TemplateLM, name: str, task: OpenTask, args) -> dict:
 # held-out rows
 
 
-def score_rows(
-    checkpoints: list[Checkpoint], data_dir: str, teacher_name: str | None, args, device
-) -> list[dict]:
+def score_rows(checkpoints: list[Checkpoint], data_dir: str, args, device) -> list[dict]:
     """Write and return figures over held-out rows. The teacher is computed once for all."""
+    teacher_name = shared_setting(args.teacher, "teacher", checkpoints)
     rows = open_scored_rows(data_dir, checkpoints, teacher_name, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
@@ -281,7 +277,7 @@ def score_rows(
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
         teacher = teacher or load_teacher(teacher_name, dtype, device, rows=rows)
         teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids)
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids).to(device)
     models = [c.load(dtype, device, rows) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     return [
@@ -319,8 +315,10 @@ def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], teacher_name,
     return rows
 
 
-def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
-    """Return the figures of each student, and the number of targets.
+def over_rows(
+    students: list[Teacher], teacher, rows, index, n_bytes, batch_tokens
+) -> Iterator[dict]:
+    """Yield the figures of each student, and the number of targets.
 
     KEY_half is half of a figure's 95 % interval over the documents, None if there are too few;
     "documents" has the number of targets of each document, and its sums of CE and KL.
@@ -343,8 +341,6 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
 
     models = [(model.hidden, model.head) for model in students]
     head_t = teacher.head if teacher else None
-    n_bytes = n_bytes.to(device)
-    results = []
     n_documents = int(documents.max()) + 1
     for sums in metrics.sums_by_part(models, head_t, batches(), n_documents, n_bytes):
         sums = {key: value.cpu().numpy() for key, value in sums.items()}
@@ -362,11 +358,10 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
                 figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
         figures = for_json(figures)
         figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
-        results.append(figures)
-    return results
+        yield figures
 
 
-def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> Tensor:
+def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> torch.Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
 
     ids  [rows, row_len] to score. At the beginning of a document, a token of a space and a word
@@ -389,9 +384,8 @@ def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> Tensor:
 # checkpoints and their results
 
 
-def open_checkpoints(args) -> list[Checkpoint]:
-    """Return the checkpoints that the command's paths stand for."""
-    checkpoints = []
+def open_checkpoints(args) -> Iterator[Checkpoint]:
+    """Yield the checkpoints that the command's paths stand for."""
     names = students_of(args.paths, has_model)
     for path in args.paths:
         for log in sorted(Path(path).glob("*/log.jsonl")):
@@ -401,8 +395,7 @@ def open_checkpoints(args) -> list[Checkpoint]:
         c = open_checkpoint(name)
         if c.run and c.results != c.folder.parent:
             note(f"{name}: scoring the checkpoint {c.folder.parent}")
-        checkpoints.append(c._replace(results=Path(args.out or c.results)))
-    return checkpoints
+        yield c._replace(results=Path(args.out or c.results))
 
 
 def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:

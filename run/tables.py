@@ -6,7 +6,6 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 """
 
 import itertools
-import math
 import re
 import sys
 from pathlib import Path
@@ -95,11 +94,11 @@ def tables_of(results: list[dict], reference, metric) -> str:
         rows = pd.DataFrame([x["values"] for x in students.values()], index)
         if kind == "figures":
             title = f"## Held-out rows {first['protocol'].get('rows')}"
-            lines += [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
+            lines += [*figure_tables(title, rows, reference), *scored_on(first["values"])]
         else:
             lines += accuracies(first, rows, reference, metric)
         edits = edit_lines(students.values(), "run")
-        lines += [f"Protocol: {protocol}.", *edits, ""]
+        lines += ["", f"Protocol: {protocol}.", *edits, ""]
     return for_screen("\n".join(lines))
 
 
@@ -120,7 +119,7 @@ def by_method(results) -> dict:
     for each task. Raises `UserError` if results cannot be compared.
     """
     rows = {}
-    for x in results:
+    for x in sorted(results, key=place_of):
         key = method_of(x), x["run"].get("seed", 0)
         earlier = rows.get(key, x)
         has_same_weights = earlier["weights_sha256"] == x["weights_sha256"]
@@ -131,8 +130,13 @@ def by_method(results) -> dict:
             x = x | {"values": earlier["values"] | x["values"]}
         rows[key] = x
     check_comparable(rows.values())
-    order = [*NAMES, *(method for method, _ in rows)]
-    return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
+    return rows
+
+
+def place_of(result) -> int:
+    """Return the place of a result's method in the paper's tables; others have the last one."""
+    method = method_of(result)
+    return [*NAMES, method].index(method)
 
 
 def method_of(result) -> str:
@@ -232,7 +236,7 @@ def accuracies(first, rows, reference, metric) -> list[str]:
     if len(paper):
         updates = f"{UPDATES[split]:,} updates (ours: {first['run']['step']:,})"
         lines += ["", f"The paper's acc, after {updates}:", "", *grid(paper)]
-    return [*lines, ""]
+    return lines
 
 
 def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> list[str]:
@@ -269,7 +273,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
         for m, (n, mean, half, _) in e.iterrows():
             over_documents = half_over_documents(students, m, reference, key)
-            if not math.isnan(over_documents):
+            if not np.isnan(over_documents):
                 cells[m] += "," * (n > 1) + f" ± {over_documents:.{c.digits}f} over documents"
                 if abs(mean) > half:
                     both.append(abs(mean) > over_documents)
@@ -289,7 +293,7 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
 
 
 def p_text(p: float) -> str:
-    if math.isnan(p):
+    if np.isnan(p):
         return ""
     return ", p < 0.0001" if p < 1e-4 else f", p {p:.4f}"
 
@@ -300,11 +304,11 @@ def half_over_documents(students, method, reference, key) -> float:
     NaN unless all seeds that both have come with sums of `key` by document.
     """
     if key not in ("ce", "kl") or "documents" not in students:
-        return math.nan
+        return np.nan
     documents = [students.loc[m]["documents"] for m in (method, reference)]
     pairs = pd.concat(documents, axis=1, join="inner")  # [seeds, 2]
     if pairs.empty or pairs.isna().any(axis=None):
-        return math.nan
+        return np.nan
     changes = [np.subtract(ours[key], theirs[key]) for ours, theirs in pairs.values]
     n = pairs.iloc[0, 0]["n"]  # of all seeds
     return half_interval(np.mean(changes, 0), np.array(n))

@@ -219,11 +219,12 @@ def try_points(points: list, cfg, out) -> list[dict]:
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
-        students.setdefault((method, record_hash(record_of(student))), (student, settings))
-    train([student for student, _ in students.values()], out)
+        key = method, record_hash(record_of(student))
+        students.setdefault(key, (method, settings, student))
+    train([student for _, _, student in students.values()], out)
     found = on_record(out)
     trials = []
-    for (method, _), (student, settings) in students.items():
+    for method, settings, student in students.values():
         facts = find(student, found)
         ce = None if "why" in facts else facts.get("val_ce")
         trials.append({"method": method, "settings": settings, "val_ce": ce})
@@ -272,12 +273,12 @@ def train(students: list[Config], out):
         for x in found:
             if (x["method"], x["seed"]) == (s.methods[0], s.seed):
                 print(f"{x['name']} is not used: {'; '.join(changes(s, x).values())}")
-    for (seed, *_), members in runs.items():
+    for members in runs.values():
         hyper = {}
         for s in members:
             hyper |= s.hyper  # one key: its name
         sha = record_hash([record_of(s) for s in members])
-        folder = out / f"runs/seed{seed}_{sha[:8]}"
+        folder = out / f"runs/seed{members[0].seed}_{sha[:8]}"
         shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{folder}")
         code = run("train.py", write_config(folder.with_suffix(".py"), shared))
         is_busy = code == 1 and not (folder / "exit.json").exists()
@@ -293,7 +294,7 @@ def score(students: list[Config], rows, cfg, out):
         facts = find(s, found)
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
-            folders.append(out / "runs" / run_name / facts["method"])
+            folders.append(out / f"runs/{run_name}/{facts['method']}")
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)

@@ -190,7 +190,7 @@ def pictures(students: list[dict], folder) -> list[str]:
     seeds = {}  # seed -> method -> student
     for x in students:
         seeds.setdefault(x["seed"], {})[x["method"]] = x["log"]
-    plot.curves(list(seeds.values()), folder / "curves.png")
+    plot.curves(seeds.values(), folder / "curves.png")
     first = min(seeds)
     drawn = ["curves", *plot.draw_histograms(seeds[first], folder)]
     return [CURVES.format(first), *(f"![{name}]({name}.png)\n" for name in drawn)]

@@ -502,7 +502,7 @@ def test_from_checkpoints_to_tables(out, capsys):
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
-    assert "no table: " in text and "data_sha256 was 'other', now 'd'" in text
+    assert "no table: " in text and "data_sha256 was 'd', now 'other'" in text
 
 
 def test_sums_by_document_are_those_of_a_plain_loop(out, rows):

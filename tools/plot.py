@@ -329,9 +329,8 @@ def sentence(entries, path):
         shade = axis.axhspan(-0.5, d_u - 0.5, color="lemonchiffon", zorder=0)
         words = [word[:11] for word in entry["candidates"]]
         which = ", no candidate"
-        if True in entry["is_next"]:
-            at = entry["is_next"].index(True)
-            words[at] = f"→ {words[at]}"
+        for i in np.flatnonzero(entry["is_next"]):
+            words[i] = f"→ {words[i]}"
             which = ""
         axis.set_yticks(range(len(words)), words, size=7)
         for i in np.flatnonzero(entry["added"]):

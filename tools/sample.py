@@ -9,8 +9,8 @@ which most tokenizers join to the next word. The text ends with the document, af
 where the model's context is full. Temperature 0 takes the most likely token each time.
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
@@ -20,9 +20,8 @@ from lib.errors import UserError
 from lib.settings import NonNegative, checked
 
 
-def arguments(argv) -> argparse.Namespace:
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+def arguments(argv) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="MODEL")
     parser.add_argument("--prompt", default="")
     parser.add_argument("--tokens", type=int, default=100)

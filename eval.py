@@ -386,15 +386,15 @@ def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> torch.Tensor:
 
 def open_checkpoints(args) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the command's paths stand for."""
-    names = students_of(args.paths, has_model)
+    folders = students_of(args.paths, has_model)
     for path in args.paths:
         for log in sorted(Path(path).glob("*/log.jsonl")):
-            if str(log.parent) not in names:
+            if log.parent not in folders:
                 note(f"{log.parent}: left out (it stopped, or has no checkpoint yet)")
-    for name in names:
-        c = open_checkpoint(name)
+    for folder in folders:
+        c = open_checkpoint(str(folder))
         if c.run and c.results != c.folder.parent:
-            note(f"{name}: scoring the checkpoint {c.folder.parent}")
+            note(f"{folder}: scoring the checkpoint {c.folder.parent}")
         yield c._replace(results=Path(args.out or c.results))
 
 

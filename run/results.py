@@ -43,7 +43,7 @@ def read_log(folder):
     return log
 
 
-def students_of(paths, is_done) -> list[str]:
+def students_of(paths, is_done) -> list[Path]:
     """Return the folders that paths stand for.
 
     A path with `is_done(path)` stands for itself, any other one for the done folders inside it. A
@@ -54,7 +54,7 @@ def students_of(paths, is_done) -> list[str]:
         inside = sorted(filter(is_done, path.glob("*/")))
         if is_done(path) or not (inside or path.is_file()):
             inside = [path]
-        folders += map(str, inside)
+        folders += inside
     if not folders:
         raise UserError(f"{', '.join(map(str, paths))}: expected out/NAME, or a model's folder")
     return list(dict.fromkeys(folders))

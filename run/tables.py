@@ -8,7 +8,6 @@ be compared: the same initial weights per seed, data, updates, optimisation and 
 import itertools
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -66,7 +65,7 @@ def tabulate(paths, reference, metric) -> str:
     """Return the tables of folders with results, as Markdown."""
     results = []
     for folder in students_of(paths, read_results):
-        found = read_results(Path(folder))
+        found = read_results(folder)
         if not found:
             note(f"{folder}: no results in it")
         results += found

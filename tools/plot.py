@@ -89,7 +89,7 @@ def read_logs(folders) -> dict:
     They are named by method, or by folder if several folders are given.
     """
     logs = {}
-    for folder in map(Path, students_of(folders, read_log)):
+    for folder in students_of(folders, read_log):
         log = read_log(folder)
         if not log:
             raise UserError(f"{folder}: no log.jsonl with entries; expected a run's folder")

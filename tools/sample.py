@@ -64,7 +64,7 @@ def main(argv):
     args = arguments(argv)
     names = students_of(args.names, has_model)
     for name in names:
-        c = open_checkpoint(name)
+        c = open_checkpoint(str(name))
         if len(names) > 1:
             print(f"--- {name}")
         torch.manual_seed(args.seed)

@@ -374,9 +374,9 @@ def byte_lengths(tokenizer, n_vocab: int, ids: np.ndarray) -> torch.Tensor:
     if pieces[bare[0]].startswith(b" ") and bare != spaced:
         begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])
         targets = ids[:, 1:]
-        for token, n in zip(*np.unique(targets[begins], return_counts=True), strict=True):
-            if token != PAD and pieces[token].startswith(b" "):
-                lengths[token] -= n / np.count_nonzero(targets == token)
+        for token in {*targets[begins]} - {PAD}:
+            if pieces[token].startswith(b" "):
+                lengths[token] -= begins[targets == token].mean()
     return torch.tensor(lengths)
 
 

@@ -96,8 +96,7 @@ def tables_of(results: list[dict], reference, metric) -> str:
             lines += [*figure_tables(title, rows, reference), *scored_on(first["values"])]
         else:
             lines += accuracies(first, rows, reference, metric)
-        edits = edit_lines(students.values(), "run")
-        lines += ["", f"Protocol: {protocol}.", *edits, ""]
+        lines += ["", f"Protocol: {protocol}.", *edit_lines(students.values(), "run"), ""]
     return for_screen("\n".join(lines))
 
 

@@ -120,12 +120,12 @@ def by_method(results) -> dict:
     for x in sorted(results, key=place_of):
         key = method_of(x), x["run"].get("seed", 0)
         earlier = rows.get(key, x)
-        has_same_weights = earlier["weights_sha256"] == x["weights_sha256"]
-        if not has_same_weights and earlier["name"] != x["name"]:
+        if earlier["weights_sha256"] == x["weights_sha256"]:
+            if x["kind"] in SUITES:
+                x = x | {"values": earlier["values"] | x["values"]}
+        elif earlier["name"] != x["name"]:
             what = f"{key[0]} with seed {key[1]}"
             raise UserError(f"{earlier['name']} and {x['name']} both hold {what}; leave one out")
-        if has_same_weights and x["kind"] in SUITES:
-            x = x | {"values": earlier["values"] | x["values"]}
         rows[key] = x
     check_comparable(rows.values())
     return rows

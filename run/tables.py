@@ -169,13 +169,13 @@ def for_screen(text: str) -> str:
 
 def aligned(table: re.Match) -> str:
     """Return the lines of a Markdown table with cells of one width in each column."""
-    cells = pd.DataFrame(line.split("|") for line in table[0].split("\n"))
-    return "\n".join(cells.apply(padded).agg("|".join, axis=1))
+    cells = pd.DataFrame(line.split(" | ") for line in table[0].split("\n"))
+    return "\n".join(cells.apply(padded).agg(" | ".join, axis=1))
 
 
 def padded(column: pd.Series) -> pd.Series:
-    """Return the cells of a column in one width. Those of the first one, 1, begin at the left."""
-    return column.str.pad(column.str.len().max(), "right" if column.name == 1 else "left")
+    """Return the cells of a column in one width. Those of the first one, 0, begin at the left."""
+    return column.str.pad(column.str.len().max(), "left" if column.name else "right")
 
 
 def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:

@@ -91,7 +91,7 @@ are paired. Holm's p depends on the rows of its table. All of this is about stud
 parameters, one teacher and one text. It says nothing about students of 200M.""",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
     "fewer_seeds": {
-        **dict.fromkeys(set(methods) - {"vanilla_kd", "alra"}, 5),
+        **dict.fromkeys({*methods} - {"vanilla_kd", "alra"}, 5),
         **dict.fromkeys(("alra_u", "fixed_9", "fixed_25"), 3),
     },
     "tables": (

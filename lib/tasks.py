@@ -186,6 +186,7 @@ def read_stories(file) -> list[dict]:
     import pandas as pd
 
     with reading(file, "expected the CSV of StoryCloze's authors"):
-        stories = pd.read_csv(file, keep_default_na=False)[STORY_HEADINGS.split()]
+        stories = pd.read_csv(file, dtype=str, index_col=False, keep_default_na=False)
+        stories = stories[STORY_HEADINGS.split()]
         stories.columns = TASKS["storycloze_2016"].fields
         return stories.astype({"answer_right_ending": int}).to_dict("records")

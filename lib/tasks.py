@@ -126,6 +126,7 @@ def open_task(
             "training_split": None,
             "validation_split": None,
             "test_split": "test",
+            "num_fewshot": 0,
         }
         loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([config])
     sha256 = text_hash("".join(json.dumps(item, sort_keys=True) for item in items))

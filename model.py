@@ -64,19 +64,17 @@ LLAMA3 = (  # parameters of Llama 3's rope scaling
 )
 
 # Keys of config.json. A model with any other key that matters is left to transformers.
-SIZES = {
+SAVED = {  # what a saved student has, INERT aside
+    "model_type",
     "hidden_size",
     "intermediate_size",
+    "hidden_act",
     "num_hidden_layers",
     "num_attention_heads",
-    "vocab_size",
-}
-SAVED = SIZES | {  # what a saved student has, INERT aside
-    "model_type",
-    "hidden_act",
     "num_key_value_heads",
     "head_dim",
     "attention_bias",
+    "vocab_size",
     "tie_word_embeddings",
     "rms_norm_eps",
     "rope_theta",
@@ -667,13 +665,16 @@ def load_config(name) -> Qwen2Config:
     path = config_file(name)
     values, reason = read_shape(path)
     if reason:
-        raise UserError(f"{path}: {reason}; this decoder does not support it")
+        raise UserError(
+            f"{path}: {reason}; this decoder does not support it; if it was edited for this model, "
+            "restore the edit"
+        )
     kind = values["model_type"]
     rope = values["rope_parameters"]
     fields = {key: values[key] for key in FIELDS if key in values}
     fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] == "llama3":
-        fields["rope_scaling"] = {key: rope[key] for key in ("rope_type", *LLAMA3)}
+        fields["rope_scaling"] = {key: rope[key] for key in LLAMA3}
     if kind in ("qwen2", "mistral"):  # without a choice
         fields["attention_bias"] = kind == "qwen2"
     fields["qk_norm"] = kind == "qwen3"
@@ -689,21 +690,15 @@ def load_config(name) -> Qwen2Config:
 def read_shape(path) -> tuple[dict, str | None]:
     """Return the values of a config.json, and which of them this decoder does not compute, or None.
 
-    Values that the file leaves out, sizes aside, are transformers' defaults. A key that is neither
-    in READ nor in INERT, nor a field of `Qwen2Config` alone, must be without effect on
-    transformers' config object.
+    Values that the file leaves out are transformers' defaults. A key that is neither in READ nor in
+    INERT, nor a field of `Qwen2Config` alone, must be without effect on transformers' config
+    object.
     """
     with reading(path, "correct config.json"):
         hf = json.loads(path.read_bytes())
         kind = hf.get("model_type")
     if kind not in NATIVE:
         return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
-    missing = SIZES - hf.keys()
-    if missing:
-        return hf, f"no {min(missing)}"
-    n_layers = hf["num_hidden_layers"]
-    if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
-        raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
     own = {key: hf[key] for key in FIELDS - READ - {"qk_norm"} if key in hf}
     values = {key: value for key, value in hf.items() if key not in INERT | own.keys()}
     has_saved_keys = values.keys() == SAVED and None not in values.values()
@@ -719,14 +714,13 @@ def read_shape(path) -> tuple[dict, str | None]:
         # the class changes what it is given
         complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
         ours = AutoConfig.for_model(**known).to_dict()
-    for key in (*sorted(values.keys() - READ), *complete):
-        value = complete.get(key)
+    for key, value in complete.items():
         expected = ours.get(key)
         # False is the default of every other key
         if value != expected and (value or expected or key == "is_causal"):
-            return complete, f"{key}={value!r}, expected {expected!r}"
+            return hf, f"{key}={value!r}, expected {expected!r}"
     rope = complete["rope_parameters"]
     known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}
     if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
-        return complete, f"rope scaling {rope}, expected none or Llama 3's"
+        return hf, f"rope scaling {rope}, expected none or Llama 3's"
     return complete | own, None

@@ -124,7 +124,7 @@ hidden_size=null => hidden_size
 layer_types=["sliding_attention", "full_attention", "full_attention"] => layer_types=
 rope_scaling={"full_attention": {"rope_type": "default"}} => rope scaling
 logit_scale=0.5 => logit_scale=0.5, expected None
-num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0 to 1,000
+num_hidden_layers=1001 => num_hidden_layers=1001: expected int 0 to 1,000
 """
 
 

@@ -314,16 +314,6 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Backbone(nn.Module):
-    """The decoder without its head, under the names of the checkpoint; `Qwen2.hidden` runs it."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 class Qwen2(nn.Module):
     """The decoder; a student's is `StudentDecoder`.
 
@@ -337,7 +327,11 @@ class Qwen2(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.model = Backbone(config, self.layer)
+        self.model = nn.Module()  # all but the head, under the names of the checkpoint
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = (self.layer(config) for _ in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(layers)
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -528,7 +522,7 @@ def probe(decoder, config, weights) -> list[float]:
     decoder  class of the model that has these weights, tensors by name
     """
     weights = {name: p.float() for name, p in weights.items()}
-    logits = logits_of(decoder, config, weights, 16)
+    logits = logits_of(decoder, config, 16, weights)
     try:
         return logits + small_logits(decoder, dataclasses.replace(config, **SMALL))
     except Exception:  # an edit that such a size does not fit
@@ -537,18 +531,21 @@ def probe(decoder, config, weights) -> list[float]:
 
 @functools.cache  # each checkpoint asks for it
 def small_logits(decoder, config) -> list[float]:
-    """Return the last two logits after 1,024 tokens, of weights that need no random numbers."""
-    with torch.device("meta"):
-        tensors = decoder(config).state_dict()
-    weights = {name: torch.arange(p.numel()).sin().view(p.shape) for name, p in tensors.items()}
-    return logits_of(decoder, config, weights, 1024)[-2:]
+    """Return the last two logits after 1,024 tokens."""
+    return logits_of(decoder, config, 1024)[-2:]
 
 
 @torch.no_grad()
-def logits_of(decoder, config, weights, n: int) -> list[float]:
-    """Return the logits of token 0 after each of n tokens, in evaluation."""
+def logits_of(decoder, config, n: int, weights=None) -> list[float]:
+    """Return the logits of token 0 after each of n tokens, in evaluation.
+
+    weights  tensors by name; None: sines, which need no random numbers
+    """
     with torch.device("meta"):
         model = decoder(config).eval()
+    if not weights:
+        tensors = model.state_dict()
+        weights = {name: torch.arange(p.numel()).sin().view(p.shape) for name, p in tensors.items()}
     model.load_state_dict(weights, assign=True)
     idx = torch.arange(n, device=model.head.device) % config.vocab_size
     return model(idx[None])[0, :, 0].tolist()
@@ -556,7 +553,7 @@ def logits_of(decoder, config, weights, n: int) -> list[float]:
 
 def check_decoder():
     """Raise `UserError` unless `Qwen2` computes a small decoder as transformers does."""
-    check_near(
+    check_probe(
         small_logits(Qwen2, REFERENCE_SHAPE),
         REFERENCE,
         "model.py: an edit changes teachers too; edit StudentAttention, StudentMLP, StudentLayer "
@@ -564,18 +561,17 @@ def check_decoder():
     )
 
 
-def check_probe(logits: list[float], expected: list[float], message, tolerance: float):
-    """Raise `UserError` if a `probe` differs; the small model has no rounded weights."""
-    check_near(logits[:16], expected[:16], message, tolerance)
-    check_near(logits[16:], expected[16:], message, min(tolerance, 1e-4))
+def check_probe(logits: list[float], expected: list[float], message, tolerance=1e-4):
+    """Raise `UserError` unless the logits of a `probe`, or those of a small model, are near.
 
-
-def check_near(logits: list[float], expected: list[float], message, tolerance=1e-4):
-    """Raise `UserError` unless the logits are near those that are expected."""
-    z, z_expected = torch.tensor([logits, expected])
-    if not is_near(z, z_expected, tolerance):
-        error = (z - z_expected).norm() / z_expected.norm()
-        raise UserError(f"{message} (its logits differ by {error:.1%})")
+    tolerance  relative error of a norm; at most 1e-4 in the small model, the last two logits, whose
+               weights are never rounded
+    """
+    for part, limit in ((slice(-2), tolerance), (slice(-2, None), min(tolerance, 1e-4))):
+        z, z_expected = torch.tensor([logits[part], expected[part]])
+        if not is_near(z, z_expected, limit):
+            error = (z - z_expected).norm() / z_expected.norm()
+            raise UserError(f"{message} (its logits differ by {error:.1%})")
 
 
 def is_near(x, expected, tolerance) -> bool:

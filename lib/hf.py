@@ -124,9 +124,13 @@ def save_tokenizer(folder, tokenizer):
     An EOS stands for a BOS and a padding token that it lacks, as in `special_ids`.
     """
     tokenizer.backend_tokenizer.save(f"{folder}/tokenizer.json")
-    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    facts |= {"model_input_names": ["input_ids", "attention_mask"]}
-    facts |= dict.fromkeys(("bos_token", "pad_token"), tokenizer.eos_token)
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "bos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.eos_token,
+    }
     for key, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str):  # not a list of further ones, whose key is another in each
             facts[key] = token
@@ -231,7 +235,7 @@ def read_weights(model, folder):
     """
     targets = model.state_dict()
     missing = set(targets)
-    tied_head = None
+    embedding = "model.embed_tokens.weight"
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
             keys = tensors.keys()
@@ -239,11 +243,16 @@ def read_weights(model, folder):
             with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
                 source = tensors.get_tensor(key)
             name = f"model.{key}" if f"model.{key}" in targets else key
+            if name == "lm_head.weight" and name not in targets:  # tied
+                name = embedding
             if name in missing:
-                copy_weight(source, targets[name], f"{file}: {name}")
+                copy_weight(source, targets[name], f"{file}: {key}")
                 missing.remove(name)
-            elif name == "lm_head.weight" and name not in targets:
-                tied_head = source
+            elif name == embedding:
+                if not torch.equal(source.to(targets[name]), targets[name]):
+                    raise UserError(
+                        f"{folder}: lm_head.weight differs from the embedding, though tied to it"
+                    )
             elif name.endswith(".bias") and name not in targets and not source.any():
                 continue
             elif not name.endswith("rotary_emb.inv_freq"):
@@ -251,15 +260,6 @@ def read_weights(model, folder):
                     f"{file}: {name}: expected no such tensor, or no second one; only biases of "
                     "zeros may be more"
                 )
-    if tied_head is not None:
-        embedding = targets["model.embed_tokens.weight"]
-        if "model.embed_tokens.weight" in missing:
-            copy_weight(tied_head, embedding, f"{folder}: lm_head.weight")
-            missing.remove("model.embed_tokens.weight")
-        elif not torch.equal(tied_head.to(embedding), embedding):
-            raise UserError(
-                f"{folder}: lm_head.weight differs from the embedding, though tied to it"
-            )
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
 

@@ -1,6 +1,5 @@
 """The bytes that a tokenizer's ids stand for, and checks of what it does to texts."""
 
-import json
 import re
 import unicodedata
 from collections import Counter
@@ -20,7 +19,7 @@ def token_bytes(tokenizer) -> list[bytes]:
     vocabularies, and those that write U+2581 for a space.
     """
     backend = tokenizer.backend_tokenizer
-    decoder = str(json.loads(backend.to_str())["decoder"])  # with the names of its parts
+    decoder = repr(backend.decoder)  # with the names of its parts
     byte_level = "ByteLevel" in decoder
     if not re.search("ByteLevel|Metaspace|ByteFallback", decoder):
         raise UserError(
@@ -83,14 +82,12 @@ def check_tokenizer(tokenizer, folder):
 
     folder  of its tokenizer.json and tokenizer_config.json
     """
-    stored = read_json(folder / "tokenizer.json")
     # the library numbers added tokens in their order, whatever the files say
-    added = {token["content"]: token["id"] for token in stored["added_tokens"]}
-    vocab = stored["model"]["vocab"]
-    if isinstance(vocab, list):  # of a Unigram model, with scores
-        vocab = [token for token, _ in vocab]
+    stored = read_json(folder / "tokenizer.json")["added_tokens"]
+    added = {token["content"]: token["id"] for token in stored}
     # transformers adds an eos_token that the file lacks, with an id that no model knows
     eos = tokenizer.eos_token
+    vocab = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     if eos not in added and eos not in vocab:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
     for i, token in config_of(folder).get("added_tokens_decoder", {}).items():

@@ -14,7 +14,7 @@ from lib.tokens import leading_bos
 from model import config_file
 from run.provenance import as_in_file
 from run.results import training_facts
-from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
+from run.teacher import Teacher, check_vocabulary, load_model, load_teacher
 
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
@@ -36,18 +36,14 @@ class Checkpoint(NamedTuple):
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return read_tokenizer(self.folder)
 
-    @property
-    def first_token(self) -> int:
-        """The id before the first token of a text."""
-        return self.tokenizer.eos_token_id if self.bos is None else self.bos
-
     def encode(self, text) -> list[int]:
         """Return the ids of a text, after the token that starts a document."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         for i, token in self.tokenizer.added_tokens_decoder.items():
             if token.special and i in ids:
                 note(f"{self.name}: {token.content!r} is one token here, plain text in training")
-        return [self.first_token, *ids]
+        first = self.tokenizer.eos_token_id if self.bos is None else self.bos
+        return [first, *ids]
 
     def load(self, dtype, device, rows=None) -> Teacher:
         return load_teacher(self.folder, dtype, device, rows=rows)
@@ -75,7 +71,7 @@ def open_checkpoint(name) -> Checkpoint:
     tokenizer = read_tokenizer(folder)
     n_vocab = len(model.head)
     check_vocabulary(name, n_vocab, tokenizer)
-    context = inherited(folder).get("max_position_embeddings", math.inf)
+    context = model.config.max_position_embeddings or math.inf
     sha256 = weights_hash(model)
     shape = as_in_file(dataclasses.asdict(model.config))
     of_training = run.get("made_by", {}).get("shape", {})

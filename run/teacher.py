@@ -37,14 +37,13 @@ INHERITED = (
 
 
 class Teacher:
-    """A frozen model. What it returns is on the students' device, `output_device`."""
+    """A frozen model. Its head and what it returns are on the students' device."""
 
     is_stored = False  # True if all hidden states are read from a file (run/teacher_cache.py)
 
     def __init__(self, model, output_device: torch.device, vocab_size: int | None = None):
         self.model = model
         self.device = next(model.parameters()).device
-        self.output_device = output_device
         # [V, D]; the same memory if teacher and students share a device
         self.head = model.head[:vocab_size].to(output_device)
 
@@ -55,7 +54,7 @@ class Teacher:
         rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
         # blocking copies: a CPU could read one before the GPU has finished it
-        return self.model.hidden(idx.to(self.device)).to(self.output_device)
+        return self.model.hidden(idx.to(self.device)).to(self.head.device)
 
 
 def load_teacher(
@@ -181,9 +180,7 @@ def check_teacher(name, tokenizer, seq_len):
     for each in name.split(","):
         shape = load_shape(each)
         check_context(f"teacher={each}", shape.max_position_embeddings, seq_len)
-        check_vocabulary(
-            f"teacher={each}", shape.vocab_size, tokenizer, "logits are matched token by token"
-        )
+        check_vocabulary(f"teacher={each}", shape.vocab_size, tokenizer)
         check_ids("teacher", each, tokenizer)
 
 
@@ -221,7 +218,7 @@ def check_context(name, limit: int | None, seq_len):
         )
 
 
-def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"):
+def check_vocabulary(name, n_vocab: int, tokenizer):
     """Raise `UserError` if a vocabulary has fewer tokens than texts need.
 
     No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
@@ -231,8 +228,8 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
     n_tokens = max(set(tokenizer.get_vocab().values()) - unused) + 1
     if n_tokens > n_vocab:
         raise UserError(
-            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
-            f"{remedy}"
+            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; choose "
+            "a larger one"
         )
 
 

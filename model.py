@@ -151,6 +151,22 @@ class Qwen2Config:
             scaling = {"rope_type": "llama3"} | self.rope_scaling  # as transformers needs it
             object.__setattr__(self, "rope_scaling", scaling)
 
+    def flops_per_token(self, seq_len) -> float:
+        """Return the FLOPs of one token in a forward pass; a backward pass has twice as many.
+
+        They are 2 per weight of every matrix (the head's, but not the embedding's, which is a
+        look-up), and 2 * H * K * T per layer for attention: two products of 2 * H * K * T each, of
+        which causality needs half.
+        """
+        d = self.hidden_size
+        k = self.head_dim
+        h = self.num_attention_heads
+        attention = d * k * (2 * h + 2 * self.num_key_value_heads)
+        mlp = 3 * d * self.intermediate_size
+        weights = self.num_hidden_layers * (attention + mlp) + self.vocab_size * d
+        scores = self.num_hidden_layers * 2 * h * k * seq_len
+        return 2 * weights + scores
+
 
 FIELDS = {field.name for field in dataclasses.fields(Qwen2Config)}
 
@@ -578,24 +594,6 @@ def is_near(x, expected, tolerance) -> bool:
     """Return whether the norm of the error is within `tolerance`; NaN is not."""
     error = (x - expected).float().norm()
     return bool(error <= tolerance * expected.float().norm())
-
-
-def flops_per_token(shape, seq_len, trained: bool) -> float:
-    """Return the FLOPs of one token, forward, or forward and backward (three times as many).
-
-    They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up),
-    and 2 * H * K * T per layer for attention: two products of 2 * H * K * T each, of which
-    causality needs half.
-    """
-    d = shape.hidden_size
-    k = shape.head_dim
-    h = shape.num_attention_heads
-    attention = d * k * (2 * h + 2 * shape.num_key_value_heads)
-    mlp = 3 * d * shape.intermediate_size
-    weights = shape.num_hidden_layers * (attention + mlp) + shape.vocab_size * d
-    scores = shape.num_hidden_layers * 2 * h * k * seq_len
-    forward = 2 * weights + scores
-    return 3 * forward if trained else forward
 
 
 # ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
 from run.methods import scheduled_settings
 from run.students import n_validated
-from run.teacher import model_flops, teacher_flops
+from run.teacher import teacher_flops
 
 # What an entry of log.jsonl has besides an objective's terms, moving settings and modules, and the
 # figures of validations.
@@ -70,7 +70,8 @@ def log_terms(live, teacher, rate: float, run):
     # of everything since the last entry: updates, validations, checkpoints
     n_rows = (run.step - run.logged_step) * cfg.batch_rows
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
-    flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
+    # a backward pass has twice the FLOPs of a forward pass
+    flops = sum(3 * s.model.config.flops_per_token(cfg.seq_len) for s in live)
     if teacher and not teacher.is_stored and teacher.device == device:
         flops += teacher_flops(cfg.teacher, cfg.seq_len)
     utilisation = mfu(tok_per_sec * flops, device, parallel.world())

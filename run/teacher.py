@@ -20,7 +20,6 @@ from model import (
     Qwen2Config,
     StudentDecoder,
     config_file,
-    flops_per_token,
     init_student,
     load_config,
     read_shape,
@@ -160,19 +159,10 @@ def is_native(name) -> bool:
     return reason is None or "probe" in values
 
 
-def model_flops(shape, seq_len, trained: bool) -> float:
-    """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
-    if isinstance(shape, Qwen2Config):
-        return flops_per_token(shape, seq_len, trained)
-    from run.transformers_models import foreign_flops_per_token
-
-    return foreign_flops_per_token(shape) * (3 if trained else 1)
-
-
 @functools.cache
 def teacher_flops(name, seq_len) -> float:
     """Return the FLOPs of one token, forward, of a teacher, or of several."""
-    return sum(model_flops(load_shape(each), seq_len, trained=False) for each in name.split(","))
+    return sum(load_shape(each).flops_per_token(seq_len) for each in name.split(","))
 
 
 def check_teacher(name, tokenizer, seq_len):

@@ -62,6 +62,17 @@ class ForeignConfig:
         config.get_text_config().vocab_size = self.vocab_size
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
+    @functools.cache  # noqa: B019  (a model is built for it, and shapes are few)
+    def flops_per_token(self, seq_len) -> float:
+        """Return 2 FLOPs per weight that a token uses, without attention scores."""
+        with torch.device("meta"):  # without memory for its weights
+            model = self.build()
+        weights = {*model.parameters()} - {model.get_input_embeddings().weight}  # a look-up
+        weights.add(model.get_output_embeddings().weight)  # which may be the embedding's
+        n_active = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+        used = [p[:n_active] if p.ndim == 3 else p for p in weights]  # experts are [E, ., .]
+        return 2.0 * sum(p.numel() for p in used)
+
 
 def foreign_config(name) -> transformers.PretrainedConfig:
     """Return the config of a model that transformers computes, without dropout.
@@ -113,18 +124,6 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
         rope_theta=rope.get("rope_theta"),
         config=values,
     )
-
-
-@functools.cache  # the model is built for it
-def foreign_flops_per_token(shape: ForeignConfig) -> float:
-    """Return 2 FLOPs per weight that a token uses, without attention scores."""
-    with torch.device("meta"):  # without memory for its weights
-        model = shape.build()
-    weights = {*model.parameters()} - {model.get_input_embeddings().weight}  # a look-up
-    weights.add(model.get_output_embeddings().weight)  # which may be the embedding's
-    n_active = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    used = [p[:n_active] if p.ndim == 3 else p for p in weights]  # experts are [E, ., .]
-    return 2.0 * sum(p.numel() for p in used)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from losses import IGNORE
 from model import Qwen2, Qwen2Config, init_student
 from run import checkpoints, exits, log, provenance, startup, students
 from run.methods import compute_dtype, method_at
-from run.teacher import model_flops
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import (
@@ -625,8 +624,7 @@ def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(mo
     matrices = 3 * (24 * 24 + 24 * 24 + 2 * 24 * 12 + 3 * 24 * 37) + 101 * 24
     attention = 3 * 2 * (2 * 4 * 6 * 29) / 2  # scores and their use, half of them masked
     forward = 2 * matrices + attention
-    for trained, n in ((False, 1), (True, 3)):
-        assert model_flops(shape, 29, trained) == n * forward
+    assert shape.flops_per_token(29) == forward
     cards = {"H100 80GB HBM3": 0.025, "H100 80GB HBM3 MIG 1g.10gb": None, "RTX A1000": None}
     for card, share in cards.items():
         name = f"NVIDIA {card}"

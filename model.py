@@ -63,25 +63,7 @@ LLAMA3 = (  # parameters of Llama 3's rope scaling
     "original_max_position_embeddings",
 )
 
-# Keys of config.json. A model with any other key that matters is left to transformers.
-SAVED = {  # what a saved student has, INERT aside
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "hidden_act",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_bias",
-    "vocab_size",
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-}
-READ = SAVED - {"hidden_act"} | {"rope_scaling", "rope_parameters", "sliding_window"}
-INERT = {  # without effect on the logits of these families in evaluation
+INERT = {  # keys of config.json without effect on the logits of these families in evaluation
     "_attn_implementation_autoset",
     "_flash_attn_2_enabled",
     "_model_name_or_path",  # from GGUF
@@ -684,26 +666,26 @@ def load_config(name) -> Qwen2Config:
 def read_shape(path) -> tuple[dict, str | None]:
     """Return the values of a config.json, and which of them this decoder does not compute, or None.
 
-    Values that the file leaves out are transformers' defaults. A key that is neither in READ nor in
-    INERT, nor a field of `Qwen2Config` alone, must be without effect on transformers' config
-    object.
+    Values that the file leaves out are transformers' defaults. A key that is not read here, and not
+    in INERT, must be without effect on transformers' config object.
     """
     with reading(path, "correct config.json"):
         hf = json.loads(path.read_bytes())
         kind = hf.get("model_type")
     if kind not in NATIVE:
         return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
-    own = {key: hf[key] for key in FIELDS - READ - {"qk_norm"} if key in hf}
-    values = {key: value for key, value in hf.items() if key not in INERT | own.keys()}
-    has_saved_keys = values.keys() == SAVED and None not in values.values()
+    values = {key: value for key, value in hf.items() if key not in INERT}
+    of_student = FIELDS - {"qk_norm", "rope_scaling"} | {"model_type", "hidden_act"}  # as saved
+    has_saved_keys = values.keys() == of_student and None not in values.values()
     # a mistral without the key has a sliding window of 4,096
     if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
         # transformers' class takes seconds to import for a `llama`, and would change nothing
         rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
-        return values | {"rope_parameters": rope} | own, None
+        return values | {"rope_parameters": rope}, None
     from transformers import AutoConfig
 
-    known = {key: value for key, value in values.items() if key in READ}
+    read = FIELDS - {"qk_norm"} | {"model_type", "rope_parameters", "sliding_window"}
+    known = {key: value for key, value in values.items() if key in read}
     with reading(path, "correct config.json"):
         # the class changes what it is given
         complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
@@ -717,4 +699,4 @@ def read_shape(path) -> tuple[dict, str | None]:
     known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}
     if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
         return hf, f"rope scaling {rope}, expected none or Llama 3's"
-    return complete | own, None
+    return complete, None

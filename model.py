@@ -133,6 +133,10 @@ class Qwen2Config:
             scaling = {"rope_type": "llama3"} | self.rope_scaling  # as transformers needs it
             object.__setattr__(self, "rope_scaling", scaling)
 
+    def draw(self, seed: int) -> "Qwen2":
+        """Return a student with fresh weights, in fp32 on the CPU."""
+        return init_student(self, seed)
+
     def flops_per_token(self, seq_len) -> float:
         """Return the FLOPs of one token in a forward pass; a backward pass has twice as many.
 

@@ -58,7 +58,7 @@ from run.methods import compute_dtype, head_losses, make_method, method_at, meth
 from run.provenance import student_shape
 from run.startup import open_teacher
 from run.students import Run, Student
-from run.teacher import draw_model, load_model, mask_documents
+from run.teacher import load_model, mask_documents
 from run.validate import validate
 
 # ----------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def initial_model(cfg):
     """
     shape = student_shape(cfg)
     if cfg.student_weights is None:
-        model = draw_model(shape, cfg.seed)
+        model = shape.draw(cfg.seed)
     else:
         model = load_model(cfg.student_weights, as_student=True)
         model.cut(shape.vocab_size)  # it may have padding beyond the vocabulary

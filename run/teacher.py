@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lib.errors import UserError, note
-from lib.files import read_json, reading
+from lib.files import read_json
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
 from model import (
     NATIVE,
     Qwen2,
-    Qwen2Config,
     StudentDecoder,
     config_file,
-    init_student,
     load_config,
     read_shape,
 )
@@ -133,17 +131,6 @@ def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1, as_stude
     return load_foreign(name, dtype, device, shard)
 
 
-def draw_model(shape, seed: int):
-    """Return a student of any family with fresh weights, in fp32 on the CPU."""
-    if isinstance(shape, Qwen2Config):
-        return init_student(shape, seed)
-    from run.transformers_models import Foreign
-
-    torch.manual_seed(seed)
-    with reading("student", "choose another shape"):
-        return Foreign("student", shape.build())
-
-
 def load_shape(name):
     """Return the shape of a model of any family, from its config.json."""
     if is_native(name):
@@ -229,7 +216,8 @@ def inherited(name: str | None) -> dict:
     A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own. Of several
     teachers, that with the smallest vocabulary counts.
     """
-    shapes = [load_shape(each) for each in f"{name}".split(",")] if name else []
-    shape = min(shapes, key=lambda shape: shape.vocab_size, default=None)
-    values = {key: getattr(shape, key, None) for key in INHERITED}
-    return {key: value for key, value in values.items() if value is not None}
+    if not name:
+        return {}
+    shapes = map(load_shape, f"{name}".split(","))
+    values = vars(min(shapes, key=lambda shape: shape.vocab_size))
+    return {key: values[key] for key in INHERITED if values.get(key) is not None}

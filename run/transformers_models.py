@@ -62,6 +62,12 @@ class ForeignConfig:
         config.get_text_config().vocab_size = self.vocab_size
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
+    def draw(self, seed: int) -> "Foreign":
+        """Return a student with fresh weights, in fp32 on the CPU."""
+        torch.manual_seed(seed)
+        with reading("student", "choose another shape"):
+            return Foreign("student", self.build())
+
     @functools.cache  # noqa: B019  (a model is built for it, and shapes are few)
     def flops_per_token(self, seq_len) -> float:
         """Return 2 FLOPs per weight that a token uses, without attention scores."""
@@ -248,21 +254,20 @@ def read_foreign(name, dtype, device):
             trust_remote_code=False,
             output_loading_info=True,
         )
-    # transformers ignores tensors for which it has no place
-    more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
-    if more:
-        raise UserError(
-            f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
-        )
-    missing = info["missing_keys"]  # transformers would draw them
-    if missing:
-        raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
-    for key, p in lm.named_parameters():
-        if quantized:  # then transformers leaves some in the dtype of the file
-            p.data = p.data.to(dtype)
-        if not all_finite(p):
-            raise UserError(f"{name}: {key} is not finite; download or write it again")
-    with reading(folder, "choose another model"):
+        # transformers ignores tensors for which it has no place
+        more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
+        if more:
+            raise UserError(
+                f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
+            )
+        missing = info["missing_keys"]  # transformers would draw them
+        if missing:
+            raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
+        for key, p in lm.named_parameters():
+            if quantized:  # then transformers leaves some in the dtype of the file
+                p.data = p.data.to(dtype)
+            if not all_finite(p):
+                raise UserError(f"{name}: {key} is not finite; download or write it again")
         return Foreign(name, lm.to(device)).requires_grad_(False).eval()
 
 

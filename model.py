@@ -385,11 +385,9 @@ class Qwen2(nn.Module):
 
     def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
-        if vocab_size >= self.config.vocab_size:
-            return
         for table in filter(None, (self.model.embed_tokens, self.lm_head)):
             table.weight = nn.Parameter(table.weight[:vocab_size].clone())
-        self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
+        self.config = dataclasses.replace(self.config, vocab_size=len(self.head))
 
     @classmethod
     def from_pretrained(
@@ -583,44 +581,7 @@ def is_near(x, expected, tolerance) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------
-# shapes, from the command line and from a config.json
-
-
-def student_config(
-    shape: str, teacher: dict | None = None, load: Callable | None = None
-) -> Qwen2Config:
-    """Return the shape of a student.
-
-    shape    a preset, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes
-    teacher  the fields that a student takes from its teacher (`run.teacher.inherited`): vocabulary,
-             rope base and scaling, norm epsilon, context. They replace a preset's. They are the
-             defaults of WIDTHxLAYERSxHEADS and of a JSON object. A config.json ignores them
-    load     returns the shape in a folder, here or by transformers (`run.teacher.load_shape`);
-             by default `load_config`
-    """
-    teacher = teacher or {}
-    if shape in PRESETS:
-        return dataclasses.replace(PRESETS[shape], **teacher)
-    sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
-    if not sizes and not shape.startswith("{"):
-        if "/" in shape or Path(shape).exists():
-            return (load or load_config)(shape)
-        expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder"
-        raise UserError(f"student={shape}: {expected}{did_you_mean(shape, PRESETS)}")
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    expected = f"expected {', '.join(keys)}, and other keys of config.json"
-    with reading(f"student={shape}", expected):
-        if sizes:
-            fields = dict(zip(keys, map(int, sizes.groups()), strict=True))
-        else:
-            fields = json.loads(shape)
-        if not teacher and "vocab_size" not in fields:
-            raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
-        # 8 / 3 * D, rounded up to a multiple of 64; 192 is 3 * 64
-        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)
-        heads = fields["num_attention_heads"]
-        defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
-        return Qwen2Config(**defaults | teacher | fields)
+# shapes, from a config.json and from the command line
 
 
 def config_file(name) -> Path:
@@ -650,10 +611,10 @@ def load_config(name) -> Qwen2Config:
             "restore the edit"
         )
     kind = values["model_type"]
-    rope = values["rope_parameters"]
+    rope = values.get("rope_parameters", values)  # a student has its base among the other keys
     fields = {key: values[key] for key in FIELDS if key in values}
     fields["rope_theta"] = rope["rope_theta"]
-    if rope["rope_type"] == "llama3":
+    if rope.get("rope_type") == "llama3":
         fields["rope_scaling"] = {key: rope[key] for key in LLAMA3}
     if kind in ("qwen2", "mistral"):  # without a choice
         fields["attention_bias"] = kind == "qwen2"
@@ -684,8 +645,7 @@ def read_shape(path) -> tuple[dict, str | None]:
     # a mistral without the key has a sliding window of 4,096
     if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
         # transformers' class takes seconds to import for a `llama`, and would change nothing
-        rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
-        return values | {"rope_parameters": rope}, None
+        return values, None
     from transformers import AutoConfig
 
     read = FIELDS - {"qk_norm"} | {"model_type", "rope_parameters", "sliding_window"}
@@ -704,3 +664,37 @@ def read_shape(path) -> tuple[dict, str | None]:
     if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
         return hf, f"rope scaling {rope}, expected none or Llama 3's"
     return complete, None
+
+
+def student_config(shape: str, teacher: dict | None = None, load=load_config) -> Qwen2Config:
+    """Return the shape of a student.
+
+    shape    a preset, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes
+    teacher  the fields that a student takes from its teacher (`run.teacher.inherited`): vocabulary,
+             rope base and scaling, norm epsilon, context. They replace a preset's. They are the
+             defaults of WIDTHxLAYERSxHEADS and of a JSON object. A config.json ignores them
+    load     returns the shape in a folder; `run.teacher.load_shape` knows other decoders too
+    """
+    teacher = teacher or {}
+    if shape in PRESETS:
+        return dataclasses.replace(PRESETS[shape], **teacher)
+    sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
+    if not sizes and not shape.startswith("{"):
+        if "/" in shape or Path(shape).exists():
+            return load(shape)
+        expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder"
+        raise UserError(f"student={shape}: {expected}{did_you_mean(shape, PRESETS)}")
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    expected = f"expected {', '.join(keys)}, and other keys of config.json"
+    with reading(f"student={shape}", expected):
+        if sizes:
+            fields = dict(zip(keys, map(int, sizes.groups()), strict=True))
+        else:
+            fields = json.loads(shape)
+        if not teacher and "vocab_size" not in fields:
+            raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
+        # 8 / 3 * D, rounded up to a multiple of 64; 192 is 3 * 64
+        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)
+        heads = fields["num_attention_heads"]
+        defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
+        return Qwen2Config(**defaults | teacher | fields)

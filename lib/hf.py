@@ -222,7 +222,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         if kind != "qwen2":
             facts["attention_bias"] = bias
         write_json(new / "config.json", facts)
-        weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
+        weights = {name: p.contiguous() for name, p in weights.items()}
         safetensors.torch.save_file(weights, new / "model.safetensors", {"format": "pt"})
 
 

@@ -63,9 +63,8 @@ def leading_bos(tokenizer) -> int | None:
 
 
 def first_special(tokenizer) -> int | None:
-    backend = tokenizer.backend_tokenizer
-    bare = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a").ids
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
     if full[: len(bare)] == bare:
         return None
     token = tokenizer.added_tokens_decoder.get(full[0])

@@ -44,13 +44,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lib import parallel
 from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
-from lib.hf import (
-    MERGE,
-    check_weights,
-    find_folder,
-    read_weights,
-    save_folder,
-)
+from lib.hf import MERGE, check_weights, find_folder, read_weights, save_folder
 from lib.settings import Positive, PositiveInt, check_fields, checked
 from lib.torch_setup import mend_compiler
 
@@ -637,20 +631,19 @@ def read_shape(path) -> tuple[dict, str | None]:
     with reading(path, "correct config.json"):
         hf = json.loads(path.read_bytes())
         kind = hf.get("model_type")
-    if kind not in NATIVE:
-        return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
-    values = {key: value for key, value in hf.items() if key not in INERT}
-    of_student = FIELDS - {"qk_norm", "rope_scaling"} | {"model_type", "hidden_act"}  # as saved
-    has_saved_keys = values.keys() == of_student and None not in values.values()
-    # a mistral without the key has a sliding window of 4,096
-    if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
-        # transformers' class takes seconds to import for a `llama`, and would change nothing
-        return values, None
-    from transformers import AutoConfig
+        if kind not in NATIVE:
+            return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
+        values = {key: value for key, value in hf.items() if key not in INERT}
+        of_student = FIELDS - {"qk_norm", "rope_scaling"} | {"model_type", "hidden_act"}  # as saved
+        has_saved_keys = values.keys() == of_student and None not in values.values()
+        # a mistral without the key has a sliding window of 4,096
+        if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
+            # transformers' class takes seconds to import for a `llama`, and would change nothing
+            return values, None
+        from transformers import AutoConfig
 
-    read = FIELDS - {"qk_norm"} | {"model_type", "rope_parameters", "sliding_window"}
-    known = {key: value for key, value in values.items() if key in read}
-    with reading(path, "correct config.json"):
+        read = FIELDS - {"qk_norm"} | {"model_type", "rope_parameters", "sliding_window"}
+        known = {key: value for key, value in values.items() if key in read}
         # the class changes what it is given
         complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
         ours = AutoConfig.for_model(**known).to_dict()

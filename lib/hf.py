@@ -15,6 +15,7 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -34,11 +35,7 @@ HUB_FILES = (
 )
 
 
-@functools.cache  # so that a branch stays at one commit while the process runs
-def download(repository: str, revision: str | None) -> str:
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES)
+download = functools.cache(snapshot_download)  # a branch stays at one commit in a process
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -76,7 +73,7 @@ def find_folder(name) -> Path:
             "where no local folder is called 'owner'"
         )
     try:
-        folder = download(repository, revision or None)
+        folder = download(repository, revision=revision or None, allow_patterns=HUB_FILES)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name}: no such local folder, and the hub refused it ({first_line(error)}); without "

@@ -51,7 +51,17 @@ def leading_bos(tokenizer) -> int | None:
     before a text, or the id of no special token, and if its tokenizer_config.json does not agree:
     which of the two files transformers follows depends on its version and the tokenizer's class.
     """
-    bos = first_special(tokenizer)
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
+    bos = None
+    if full[: len(bare)] != bare:
+        bos = full[0]
+        token = tokenizer.added_tokens_decoder.get(bos)
+        if full[1 : 1 + len(bare)] != bare or not (token and token.special):
+            raise UserError(
+                f"tokenizer: 'a' is {bare}, but becomes {full}; expected at most one special token "
+                "before it: set bos=none, or take another tokenizer"
+            )
     folder = Path(tokenizer.name_or_path)
     adds = config_of(folder).get("add_bos_token")
     if adds not in (None, bos is not None):
@@ -60,20 +70,6 @@ def leading_bos(tokenizer) -> int | None:
             f"{'no' if bos is None else 'a'} BOS; correct either, or set bos=none"
         )
     return bos
-
-
-def first_special(tokenizer) -> int | None:
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    full = tokenizer.encode("a")
-    if full[: len(bare)] == bare:
-        return None
-    token = tokenizer.added_tokens_decoder.get(full[0])
-    if full[1 : 1 + len(bare)] == bare and token and token.special:
-        return full[0]
-    raise UserError(
-        f"tokenizer: 'a' is {bare}, but becomes {full}; expected at most one special token before "
-        "it: set bos=none, or take another tokenizer"
-    )
 
 
 def check_tokenizer(tokenizer, folder):

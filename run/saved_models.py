@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from lib.errors import UserError, note
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import config_file
 from run.provenance import as_in_file
 from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, load_model, load_teacher
@@ -56,7 +55,6 @@ def open_checkpoint(name) -> Checkpoint:
     that the facts of training beside it describe.
     """
     folder = find_folder(name)
-    config_file(name)  # which must be there
     student = folder.parent
     run = training_facts(folder)
     if not run:

@@ -14,14 +14,7 @@ from lib.errors import UserError, note
 from lib.files import read_json
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
-from model import (
-    NATIVE,
-    Qwen2,
-    StudentDecoder,
-    config_file,
-    load_config,
-    read_shape,
-)
+from model import NATIVE, Qwen2, StudentDecoder, config_file, load_config, read_shape
 
 # What a student's shape inherits from its teacher.
 INHERITED = (

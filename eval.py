@@ -276,7 +276,6 @@ def score_rows(checkpoints: list[Checkpoint], data_dir: str, args, device) -> li
                 check_content(teacher_name, "teacher_sha256", sha256, c.run)
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
         teacher = teacher or load_teacher(teacher_name, dtype, device, rows=rows)
-        teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids).to(device)
     models = [c.load(dtype, device, rows) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)

@@ -127,9 +127,11 @@ def open_cached(
     load  a function that returns the `Teacher`. All processes call it if the head or a row is
           missing, and then compute what is missing, `size` rows at a time
 
-    Returns None if something is missing and there is no `load`. The head is whole.
+    Returns None if something is missing and there is no `load`. The head on disk is whole; the
+    teacher's has the vocabulary of the rows.
     """
-    folder = Path(next(iter(wanted)).file).parent
+    first, *_ = wanted
+    folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
@@ -156,7 +158,7 @@ def open_cached(
     say(f"teacher: all hidden states are in {folder}")
     del teacher
     gc.collect()  # compiled and sharded layers refer to themselves
-    return CachedTeacher(head.to(output_device), states)
+    return CachedTeacher(head[: first.n_vocab].to(output_device), states)
 
 
 def fill(teacher: Teacher, rows: Rows, states: States, index: np.ndarray, size: int):

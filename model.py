@@ -46,7 +46,6 @@ from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
 from lib.hf import MERGE, check_weights, find_folder, read_weights, save_folder
 from lib.settings import Positive, PositiveInt, check_fields, checked
-from lib.torch_setup import mend_compiler
 
 INIT_STD = 0.02  # of a student's first weights
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
@@ -367,15 +366,6 @@ class Qwen2(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.layers
-
-    def compile_layers(self):
-        """Run each layer under torch.compile.
-
-        Layers of one shape are compiled once, forward and backward.
-        """
-        mend_compiler()
-        for layer in self.layers:
-            layer.compile(dynamic=False, fullgraph=True)
 
     def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""

@@ -58,7 +58,7 @@ from run.methods import compute_dtype, head_losses, make_method, method_at, meth
 from run.provenance import student_shape
 from run.startup import open_teacher
 from run.students import Run, Student
-from run.teacher import load_model, mask_documents
+from run.teacher import compile_layers, load_model, mask_documents
 from run.validate import validate
 
 # ----------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
     if method.term:
         extras["term"] = method.term(weight_of(model.head).shape[1], d_t)
     if cfg.compile:
-        model.compile_layers()
+        compile_layers(model)
     if cfg.shard > 1:
         if list(extras.parameters()):
             raise UserError(

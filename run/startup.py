@@ -25,6 +25,7 @@ from run.teacher import (
     check_ids,
     check_teacher,
     check_vocabulary,
+    compile_layers,
     load_teacher,
 )
 
@@ -78,7 +79,7 @@ def open_teacher(cfg, rows, val):
     def load() -> Teacher:
         teacher = load_teacher(cfg.teacher, dtype, device, output_device, rows, cfg.shard)
         if cfg.compile:
-            teacher.model.compile_layers()
+            compile_layers(teacher.model)
         return teacher
 
     if not cfg.teacher_cache:

@@ -14,6 +14,7 @@ from lib.errors import UserError, note
 from lib.files import read_json
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
+from lib.torch_setup import mend_compiler
 from model import NATIVE, Qwen2, StudentDecoder, config_file, load_config, read_shape
 
 # What a student's shape inherits from its teacher.
@@ -86,6 +87,17 @@ def mask_documents(model, name, end: int):
         part.document_end = end
 
 
+def compile_layers(model):
+    """Run each layer under torch.compile; those of transformers may need graph breaks.
+
+    Layers of one shape are compiled once, forward and backward.
+    """
+    mend_compiler()
+    for part in getattr(model, "models", [model]):
+        for layer in part.layers:
+            layer.compile(dynamic=False, fullgraph=isinstance(part, Qwen2))
+
+
 class Ensemble(nn.Module):
     """Several frozen models as one. Its probabilities are the mean of theirs."""
 
@@ -105,10 +117,6 @@ class Ensemble(nn.Module):
         widths = tuple(weight.shape[1] for weight in weights)
         caps = [cap for head in heads for cap in getattr(head, "caps", (0.0,))]
         return OutputHead(torch.cat(weights, 1), widths, tuple(caps))
-
-    def compile_layers(self):
-        for model in self.models:
-            model.compile_layers()
 
 
 def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1, as_student: bool = False):

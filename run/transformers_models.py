@@ -32,7 +32,6 @@ from lib.hf import (
     save_tokenizer,
     special_ids,
 )
-from lib.torch_setup import mend_compiler
 from model import config_file, is_near
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
@@ -182,12 +181,6 @@ class Foreign(nn.Module):
         """The decoder layers, which are the heaviest list of modules."""
         lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
-
-    def compile_layers(self):
-        """Run each layer under torch.compile, with graph breaks where its code needs them."""
-        mend_compiler()
-        for layer in self.layers:
-            layer.compile(dynamic=False)
 
     def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from lib import metrics, parallel
 from lib.vocab import IGNORE
 from model import Qwen2Config, init_student
+from run.teacher import compile_layers
 from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
 
 pytestmark = [
@@ -55,7 +56,7 @@ def test_masked_documents_are_those_of_the_cpu(compile):
     exact = torch.autograd.grad(expected.square().sum(), [*model.layers.parameters()])
     model.cuda()
     if compile:
-        model.compile_layers()
+        compile_layers(model)
     h = model.hidden(idx.cuda())
     gradients = torch.autograd.grad(h.square().sum(), [*model.layers.parameters()])
     assert_near(h.cpu(), expected, 1e-4)

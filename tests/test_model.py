@@ -27,7 +27,7 @@ import model as model_py
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
-from run.transformers_models import Foreign
+from run.teacher import compile_layers
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
@@ -289,19 +289,18 @@ def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones(monkeypatc
     shape = Qwen2Config(32, 48, 3, 2, 1, 50)
     eager = init_student(shape)
     compiled = init_student(shape)
-    compiled.compile_layers()
+    compile_layers(compiled)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     x = torch.arange(24).view(2, 12)
     assert_close(compiled.hidden(x), eager.hidden(x))
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", [Qwen2, Foreign])
-def test_layers_are_compiled_by_the_mended_compiler(kind, monkeypatch):
+def test_layers_are_compiled_by_the_mended_compiler(monkeypatch):
     """tests/test_head.py has the fault itself."""
     torchs = object()
     monkeypatch.setattr(CppScheduling, "try_loop_split", torchs)
-    kind.compile_layers(SimpleNamespace(layers=[]))
+    compile_layers(SimpleNamespace(layers=[]))
     assert CppScheduling.try_loop_split is not torchs
 
 

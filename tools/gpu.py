@@ -79,7 +79,7 @@ from torch.profiler import profile
 import train
 from lib.device import machine_facts, pick_device
 from model import PRESETS, Qwen2
-from run.teacher import Teacher
+from run.teacher import Teacher, compile_layers
 from tools.bench import measure
 
 clip_gradients = train.clip_gradients
@@ -123,7 +123,7 @@ def time_updates(part, tiny, device):
     model.requires_grad_(False)
     if device.type == "cuda":
         model.to(torch.bfloat16)
-        model.compile_layers()
+        compile_layers(model)
     teacher = Teacher(model, device)
     updates = {}
     for line in re.findall(rf"^{part} +(.*)", CASES, re.M):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -365,6 +366,14 @@ def test_a_model_with_any_key_has_transformers_logits(family, change, by, make):
     teacher = load(folder)
     assert isinstance(teacher.model, Qwen2) == (by == "native")
     check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
+
+
+def test_a_config_may_hold_an_infinite_number(make):
+    """As Mamba-2's do."""
+    folder = make(*FOREIGN["mamba"])
+    file = Path(folder, "config.json")
+    file.write_text(file.read_text().replace("{", '{"time_step_limit": [0.0, Infinity],', 1))
+    assert load_shape(folder).vocab_size == V
 
 
 MASKED = read_table("""

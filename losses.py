@@ -141,9 +141,8 @@ def alra(
     if not 2 <= d_min <= d_max < V:
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
-    t = vocab.block_sums(z_t, tau)  # in blocks of the vocabulary, see lib/vocab.py
-    s = vocab.block_sums(z_s, tau)
-    within = vocab.block_kl(t, s)  # of each block, for the rest
+    # in blocks of the vocabulary, see lib/vocab.py; `within`, the KL within each, is for the rest
+    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 4
@@ -385,8 +384,7 @@ def atkd(
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_t, log_odds_s, dkd_u = _target_split(z_t, z_s, y, tau)
-    tkd_u = binary_kl(log_odds_t, log_odds_s)
+    log_odds_t, tkd_u, dkd_u = _target_split(z_t, z_s, y, tau)
 
     def halves(unc, valid):
         """Return the weight of each position, negative where it is easy, [M]."""
@@ -402,17 +400,17 @@ def atkd(
     return leave(loss, valid)
 
 
-def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the teacher's and the student's log-odds of a token, and the KL over all others.
+def _target_split(z_t, z_s, y, tau) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the KL at the token y of each position, its target.
 
-    token  [N] such as the label
-    ->     [N] each
+    -> the teacher's log-odds of y; KL of the pair (p_y, 1 - p_y); KL of the softmaxes over all
+       tokens but y; [N] each
     """
-    t = vocab.block_sums(z_t, tau)
-    s = vocab.block_sums(z_s, tau)
-    within = vocab.block_kl(t, s)
-    x_t, x_s, others_kl = vocab.split(t, s, within, token[:, None])
-    return x_t[:, 0] - x_t[:, 1], x_s[:, 0] - x_s[:, 1], others_kl
+    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
+    x_t, x_s, others_kl = vocab.split(t, s, within, y[:, None])
+    log_odds_t = x_t[:, 0] - x_t[:, 1]
+    log_odds_s = x_s[:, 0] - x_s[:, 1]
+    return log_odds_t, binary_kl(log_odds_t, log_odds_s), others_kl
 
 
 def _log_odds(blocks, token) -> Tensor:
@@ -485,9 +483,7 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    t = vocab.block_sums(z_t, tau)
-    s = vocab.block_sums(z_s, tau)
-    within = vocab.block_kl(t, s)
+    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x = torch.stack([x_t, x_s])[..., :-1]  # [2, N, d] in the student's order
@@ -539,9 +535,7 @@ def tad(
     V = z_s.shape[1]
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    t = vocab.block_sums(z_t, tau)
-    s = vocab.block_sums(z_s, tau)
-    within = vocab.block_kl(t, s)
+    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
     tokens = vocab.top_in_blocks(t.z, t.block_max, top_k)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
@@ -847,8 +841,7 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_t, log_odds_s, nckd = _target_split(z_t, z_s, y, tau)
-    tckd = binary_kl(log_odds_t, log_odds_s)
+    _, tckd, nckd = _target_split(z_t, z_s, y, tau)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
 

@@ -1070,19 +1070,14 @@ METHODS: dict[str, Method] = {
         f"fixed_{d}": Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, in_chunks=True)
         for d in (3, 7, 9, 15, 19, 25)
     },
-    # further objectives
-    "reverse_kl": Method(reverse_kl, in_chunks=True),
-    "jsd": Method(jsd, in_chunks=True),
-    "tvd": Method(tvd, in_chunks=True),
+    # further objectives, first those that need no more than their function
+    **{
+        fn.__name__: Method(fn, in_chunks=True)
+        for fn in (reverse_kl, jsd, tvd, mse_logits, bdl, skew_fkl, skew_rkl, abkd, akl)
+    },
     "dkd": Method(dkd, w_ce=1.0, in_chunks=True),
-    "mse_logits": Method(mse_logits, in_chunks=True),
     "adakd": Method(adakd),
     "sekd": Method(sekd, w_kd=0.9, w_ce=0.1, in_chunks=True),
-    "bdl": Method(bdl, in_chunks=True),
-    "skew_fkl": Method(skew_fkl, in_chunks=True),
-    "skew_rkl": Method(skew_rkl, in_chunks=True),
-    "abkd": Method(abkd, in_chunks=True),
-    "akl": Method(akl, in_chunks=True),
     "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
     "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
     "taid_adaptive": Method(AdaptiveTaid, moving={"t": ramp(0.4, 1.0)}),
@@ -1230,17 +1225,15 @@ def settings(name) -> dict[str, object]:
     return kinds
 
 
-def default_settings(*fns: Callable | None) -> dict[str, object]:
+def default_settings(fn, term=None) -> dict[str, object]:
     """Return the settings of an objective, and of a term if there is one, with their defaults."""
-    return {key: parameter.default for key, parameter in own_keywords(*fns).items()}
+    return {key: parameter.default for key, parameter in own_keywords(fn, term).items()}
 
 
-def own_keywords(*fns: Callable | None) -> dict[str, inspect.Parameter]:
+def own_keywords(fn, term) -> dict[str, inspect.Parameter]:
     """Return the keywords of an objective, and of a term if there is one, but for `GIVEN`."""
-    found = {}
-    for fn in filter(None, fns):
-        found |= keywords(fn)
-    return {key: parameter for key, parameter in found.items() if key not in GIVEN}
+    both = keywords(fn) | (keywords(term) if term else {})
+    return {key: parameter for key, parameter in both.items() if key not in GIVEN}
 
 
 @functools.cache
@@ -1250,7 +1243,7 @@ def keywords(fn) -> dict[str, inspect.Parameter]:
     It may be a `functools.partial`. Those of a module are its constructor's and its `forward`'s.
     """
     found = {}
-    for part in filter(None, (fn, getattr(fn, "forward", None))):
+    for part in (fn, getattr(fn, "forward", fn)):
         for p in inspect.signature(part, eval_str=True).parameters.values():
             if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
                 found[p.name] = p

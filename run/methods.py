@@ -7,6 +7,7 @@ Dimensions: N positions, V vocabulary.
 """
 
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -33,11 +34,6 @@ from losses import (
 # names and settings
 
 
-def needs_teacher(name) -> bool:
-    """Return whether the method reads teacher logits."""
-    return resolve(name).has_teacher
-
-
 def scheduled_settings(method, step, n_steps: int) -> dict[str, float]:
     """Return the settings that change during a run, with their values in update `step`."""
     return {key: value_at(step / n_steps) for key, value_at in method.moving.items()}
@@ -45,14 +41,14 @@ def scheduled_settings(method, step, n_steps: int) -> dict[str, float]:
 
 def method_lines() -> list[str]:
     """Return the lines of `--help`: each objective with its settings, and its methods."""
-    lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
-    for fn, term in dict.fromkeys((method.fn, method.term) for method in METHODS.values()):
-        defaults = [f"{key}={value}" for key, value in default_settings(fn, term).items()]
-        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
-        for name, row in METHODS.items():
-            if (row.fn, row.term) == (fn, term):
-                lines.append(f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}")
-    return lines
+    first = "methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"
+    lines = {}  # of each objective: its own line, then those of its methods
+    for name, row in METHODS.items():
+        defaults = [f"{key}={value}" for key, value in default_settings(row.fn, row.term).items()]
+        objective = f"    {getattr(row.fn, 'func', row.fn).__name__}: {', '.join(defaults)}"
+        method = f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}"
+        lines.setdefault(objective, [objective]).append(method)
+    return [first, *itertools.chain(*lines.values())]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from lib.errors import UserError
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from lib.source import hashes, loaded_sources
+from losses import resolve
 from run.checkpoints import branch_point
 from run.log import say
-from run.methods import compute_dtype, needs_teacher
+from run.methods import compute_dtype
 from run.objective_trial import check_settings
 from run.provenance import made_by, student_shape
 from run.students import n_validated
@@ -57,7 +58,7 @@ def open_data(cfg, name) -> Rows:
 
 def uses_teacher(cfg) -> bool:
     """Return whether a method learns from a teacher. Raises `UserError` if `teacher` is None."""
-    taught = list(filter(needs_teacher, cfg.methods))
+    taught = [name for name in cfg.methods if resolve(name).has_teacher]
     if taught and not cfg.teacher:
         raise UserError(f"teacher=None: {taught[0]} learns from one; set a local folder or hub id")
     return bool(taught)

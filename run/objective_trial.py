@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
-from losses import built, keywords, resolve, settings
+from losses import built, keywords, resolve, settings, with_given
 from run.log import LOGGED
 from run.methods import head_losses
 
@@ -67,8 +67,7 @@ def try_method(method, V, in_parts):
 def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     """Return the loss [N] of an objective and its gradient [N, V]; z is [2, N, V]."""
     method = method._replace(fn=copy.deepcopy(method.fn))  # a call may change a module's buffers
-    if "generator" in keywords(method.fn):
-        method = method._replace(hyper=method.hyper | {"generator": torch.Generator()})
+    method = with_given(method, generator=torch.Generator())
     leaf = z[0].clone().requires_grad_()
     inputs = (leaf.clone(), z[1].clone(), y.clone())  # a leaf may not be changed in place
     result = method.fn(*inputs, **method.hyper)

@@ -47,8 +47,7 @@ def loaded_sources() -> dict[str, str]:
 
 def stored_hashes(names) -> dict[str, str]:
     """Return the hashes of those of these files that are there."""
-    files = {name: ROOT / name for name in names if (ROOT / name).is_file()}
-    return hashes({name: file.read_text() for name, file in files.items()})
+    return hashes({name: (ROOT / name).read_text() for name in names if (ROOT / name).is_file()})
 
 
 def hashes(sources: dict[str, str]) -> dict[str, str]:
@@ -91,12 +90,12 @@ def reached(*roots: object) -> dict[str, str]:
         waiting += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
         if not isinstance(value, types.FunctionType | type) or not own_file(value):
             continue
-        functions = [value]
+        constants = []
         if isinstance(value, type):
-            functions = [x for x in vars(value).values() if isinstance(x, types.FunctionType)]
-            waiting += [*value.__bases__, *vars(value).values()]
-        named = [x for fn in functions for x in values_named(fn)]
-        constants = [in_order(x) for x in named if isinstance(x, CONSTANTS)]
+            named = [*value.__bases__, *vars(value).values()]
+        else:
+            named = values_named(value)
+            constants = [in_order(x) for x in named if isinstance(x, CONSTANTS)]
         text = re.sub(" at 0x[0-9a-f]+", "", f"{source_of(value)} {constants}")
         name = f"{value.__module__}.{value.__qualname__}"
         if text not in texts.setdefault(name, set()):  # closures of one function may differ

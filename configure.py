@@ -483,11 +483,11 @@ def guard(main) -> int:
     except KeyboardInterrupt:
         note("\nstopped")
         return TRY_AGAIN
+    except BrokenPipeError:  # nobody reads the output, as after `| head -1`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return TRY_AGAIN
     except Exception as error:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if isinstance(error, BrokenPipeError):  # nobody reads the output, as after `| head -1`
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            return TRY_AGAIN
         if not isinstance(error, UserError):
             traceback.print_exc()
         elif is_first or not error.is_shared:

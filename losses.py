@@ -1187,17 +1187,19 @@ def built(method) -> Method:
 def resolve(name, /, **overrides) -> Method:
     """Return the row of `METHODS` for METHOD or METHOD@LABEL, with overrides of its settings.
 
-    Raises `UserError` for an unknown method, setting or value.
+    Raises `UserError` for an unknown method, setting or value, also of the row itself.
     """
     name = name.partition("@")[0]
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, HINTS) or "."
         raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
     method = METHODS[name]
-    if not overrides:
-        return method
-    kinds = settings(name)
-    for key, value in overrides.items():
+    kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
+    for key, parameter in own_keywords(method.fn, method.term).items():
+        kinds[key] = parameter.annotation
+        if kinds[key] is parameter.empty:
+            raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
+    for key, value in (method.hyper | overrides).items():
         if key not in kinds:
             hint = did_you_mean(key, kinds)
             raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
@@ -1212,17 +1214,6 @@ def resolve(name, /, **overrides) -> Method:
     if "w_kd" in moving and "w_ce" in overrides:
         raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")
     return method._replace(moving=moving)
-
-
-def settings(name) -> dict[str, object]:
-    """Return the settings that `resolve(name)` may override, with their kinds."""
-    method = resolve(name)  # without overrides, `resolve` does not call `settings`
-    kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
-    for key, parameter in own_keywords(method.fn, method.term).items():
-        kinds[key] = parameter.annotation
-        if kinds[key] is parameter.empty:
-            raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-    return kinds
 
 
 def default_settings(fn, term=None) -> dict[str, object]:

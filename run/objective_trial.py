@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib.errors import UserError
 from lib.vocab import IGNORE
-from losses import built, keywords, resolve, settings, with_given
+from losses import built, keywords, resolve, with_given
 from run.log import LOGGED
 from run.methods import head_losses
 
@@ -23,8 +23,7 @@ def check_settings(name, V: int, in_parts=True, /, **overrides):
 
     in_parts  whether a call of the objective may see more or less than one forward batch
     """
-    settings(name)  # all have a kind
-    method = resolve(name, **(resolve(name).hyper | overrides))  # checks those of the row too
+    method = resolve(name, **overrides)
     if method.w_ce == 0 and (method.w_kd == 0 or not method.has_teacher):
         raise UserError(f"{name}: both weights are zero; set w_kd or w_ce")
     if method.has_teacher:

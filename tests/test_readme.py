@@ -296,7 +296,7 @@ def test_the_choices_name_real_keys():
     settings = re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", text)
     assert len(settings) > 8
     for method, key in settings:
-        assert key in losses.settings(method)
+        assert key in losses.default_settings(losses.METHODS[method].fn)
     flags = set(re.findall(r"`--(\w+)`", text))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
 

@@ -80,10 +80,9 @@ def sums_by_part(
 
     A probability that is not a number makes CE, KL and ECE of its part NaN.
     """
-    device = students[0][1].device
-    n_vocab = len(students[0][1])
+    _, head = students[0]
+    step = max(MIN_POSITIONS, N_LOGITS[head.device.type] // len(head))
     sums = [{} for _ in students]
-    step = max(MIN_POSITIONS, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
     for part_of, x, y, h_t in batches:
         labelled = (y != IGNORE).flatten().nonzero()[:, 0]  # indices; a GPU synchronises here

@@ -14,14 +14,14 @@ MIN_PARTS = 5  # documents that an interval needs; of fewer, their spread says n
 class Column(NamedTuple):
     heading: str
     sense: int  # +1 where more is better, -1 where less is
-    factor: int  # to the printed unit
-    digits: int  # printed
+    factor: int = 1  # to the printed unit
+    digits: int = 4  # printed
 
 
 FIGURES = {
-    "ce": Column("CE, nats/token", -1, 1, 4),
-    "bits_per_byte": Column("bits/byte", -1, 1, 4),
-    "kl": Column("KL to teacher, nats", -1, 1, 4),
+    "ce": Column("CE, nats/token", -1),
+    "bits_per_byte": Column("bits/byte", -1),
+    "kl": Column("KL to teacher, nats", -1),
     "top1": Column("top-1 agreement, %", +1, 100, 2),
     "top5": Column("top-5 agreement, %", +1, 100, 2),
     "ece": Column("ECE, %", -1, 100, 2),

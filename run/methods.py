@@ -193,8 +193,7 @@ class HeadLoss(Head):
 
     def __init__(self, h, w, method, y, n_valid, compile):
         super().__init__(h, w, y)
-        self.dh = torch.zeros_like(self.h)
-        self.gradients = [self.dh, None]
+        self.gradients = [torch.zeros_like(self.h), None]
         self.loss = 0.0
         self.sums = Counter()
         self.y = y
@@ -218,7 +217,7 @@ class HeadLoss(Head):
         if isinstance(self.head, OutputHead):
             dz = self.head.before_cap(dz, z_s)
         del z_s
-        self.dh[here] = mm(dz, self.w)
+        self.gradients[0][here] = mm(dz, self.w)
         if self.gradients[1] is None:  # not earlier: the objective needs the memory
             self.gradients[1] = mm(dz.t(), self.h[here])
         else:

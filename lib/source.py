@@ -114,10 +114,9 @@ def in_order(value: object) -> object:
 def values_named(fn) -> list[object]:
     """Return what a function names, by name: globals, attributes of own modules, its closure."""
     names = names_in(fn.__code__)
-    named = [x for name, x in fn.__globals__.items() if name in names]
-    modules = [x for x in named if isinstance(x, types.ModuleType) and own_file(x)]
-    scopes = [fn.__globals__, *map(vars, modules)]
-    values = [scope[name] for scope in scopes for name in sorted(names & scope.keys())]
+    values = [x for name, x in sorted(fn.__globals__.items()) if name in names]
+    for module in [x for x in values if isinstance(x, types.ModuleType) and own_file(x)]:
+        values += [x for name, x in sorted(vars(module).items()) if name in names]
     return [*values, *inspect.getclosurevars(fn).nonlocals.values()]
 
 

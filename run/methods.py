@@ -124,9 +124,10 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
         n -= size
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        heads = []
-        for h, w, method in students:
-            heads.append(HeadLoss(h, w, with_given(method, batch=size), y, n_valid, compile))
+        heads = [
+            HeadLoss(h, w, with_given(method, batch=size), y, n_valid, compile)
+            for h, w, method in students
+        ]
         divided = [head for head in heads if head.method.in_chunks and size > chunk]
         whole = [head for head in heads if head not in divided]
         for first in range(0, len(y), n):

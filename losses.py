@@ -141,8 +141,9 @@ def alra(
     if not 2 <= d_min <= d_max < V:
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
-    # in blocks of the vocabulary, see lib/vocab.py; `within`, the KL within each, is for the rest
-    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)  # in blocks of the vocabulary, see lib/vocab.py
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)  # of each block, for the rest
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 4
@@ -406,7 +407,9 @@ def _target_split(z_t, z_s, y, tau) -> tuple[Tensor, Tensor, Tensor]:
     -> the teacher's log-odds of y; KL of the pair (p_y, 1 - p_y); KL of the softmaxes over all
        tokens but y; [N] each
     """
-    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     x_t, x_s, others_kl = vocab.split(t, s, within, y[:, None])
     log_odds_t = x_t[:, 0] - x_t[:, 1]
     log_odds_s = x_s[:, 0] - x_s[:, 1]
@@ -483,7 +486,9 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x = torch.stack([x_t, x_s])[..., :-1]  # [2, N, d] in the student's order
@@ -535,7 +540,9 @@ def tad(
     V = z_s.shape[1]
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    t, s, within = vocab.block_sums_and_kl(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(t.z, t.block_max, top_k)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t

@@ -71,13 +71,6 @@ def block_kl(t: Blocks, s: Blocks) -> Tensor:
     return (p_t * (t.scaled - s.scaled)).sum(-1) + (s.log_sum - t.log_sum)
 
 
-def block_sums_and_kl(z_t, z_s, tau) -> tuple[Blocks, Blocks, Tensor]:
-    """Return `block_sums` of the teacher and of the student, and their `block_kl`."""
-    t = block_sums(z_t, tau)
-    s = block_sums(z_s, tau)
-    return t, s, block_kl(t, s)
-
-
 def block_logits(blocks) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row, and log sum exp((z - largest) / tau) of each block.
 

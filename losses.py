@@ -1052,51 +1052,58 @@ def wsd(progress: float) -> float:
     return min(1.0, progress / 0.1, (1 - progress) / 0.01)
 
 
+# A `Method` whose objective may see a chunk of a forward batch, or several forward batches.
+in_chunks = functools.partial(Method, in_chunks=True)
+
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
-    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, in_chunks=True),
-    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, in_chunks=True),
-    "pd": Method(pd, in_chunks=True),
-    "pd_wsd": Method(pd, moving={"w_kd": wsd}, in_chunks=True),
-    "atkd": Method(atkd, in_chunks=True),
-    "rld": Method(rld, in_chunks=True),
-    "ldrld": Method(ldrld, w_ce=0.5, in_chunks=True),
-    "tad": Method(tad, w_kd=0.5, w_ce=0.5, in_chunks=True),
-    "bild": Method(bild, in_chunks=True),
-    "alra": Method(alra, in_chunks=True),
+    "pretrain": in_chunks(cross_entropy, w_kd=0.0, w_ce=1.0),
+    "vanilla_kd": in_chunks(vanilla_kd, w_kd=0.5, w_ce=0.5),
+    "pd": in_chunks(pd),
+    "pd_wsd": in_chunks(pd, moving={"w_kd": wsd}),
+    "atkd": in_chunks(atkd),
+    "rld": in_chunks(rld),
+    "ldrld": in_chunks(ldrld, w_ce=0.5),
+    "tad": in_chunks(tad, w_kd=0.5, w_ce=0.5),
+    "bild": in_chunks(bild),
+    "alra": in_chunks(alra),
     # pair weighting
-    "alra_r": Method(alra, {"pair": "pra"}, in_chunks=True),
-    "alra_u": Method(alra, {"pair": "pra_u"}, in_chunks=True),
+    "alra_r": in_chunks(alra, {"pair": "pra"}),
+    "alra_u": in_chunks(alra, {"pair": "pra_u"}),
     # anchoring
-    "alra_n": Method(alra, {"anchor": "none"}, in_chunks=True),
-    "alra_ng": Method(alra, {"anchor": "label"}, in_chunks=True),
-    "alra_g": Method(alra, {"anchor": "both"}, in_chunks=True),
+    "alra_n": in_chunks(alra, {"anchor": "none"}),
+    "alra_ng": in_chunks(alra, {"anchor": "label"}),
+    "alra_g": in_chunks(alra, {"anchor": "both"}),
     # fixed budgets: ALD + PRA-U on the student's top d
     **{
-        f"fixed_{d}": Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, in_chunks=True)
+        f"fixed_{d}": in_chunks(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"})
         for d in (3, 7, 9, 15, 19, 25)
     },
-    # further objectives, first those that need no more than their function
-    **{
-        fn.__name__: Method(fn, in_chunks=True)
-        for fn in (reverse_kl, jsd, tvd, mse_logits, bdl, skew_fkl, skew_rkl, abkd, akl)
-    },
-    "dkd": Method(dkd, w_ce=1.0, in_chunks=True),
+    # further objectives
+    "reverse_kl": in_chunks(reverse_kl),
+    "jsd": in_chunks(jsd),
+    "tvd": in_chunks(tvd),
+    "dkd": in_chunks(dkd, w_ce=1.0),
+    "mse_logits": in_chunks(mse_logits),
     "adakd": Method(adakd),
-    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1, in_chunks=True),
-    "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
-    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
+    "sekd": in_chunks(sekd, w_kd=0.9, w_ce=0.1),
+    "bdl": in_chunks(bdl),
+    "skew_fkl": in_chunks(skew_fkl),
+    "skew_rkl": in_chunks(skew_rkl),
+    "abkd": in_chunks(abkd),
+    "akl": in_chunks(akl),
+    "todi": in_chunks(todi, w_kd=0.5, w_ce=0.5),
+    "taid": in_chunks(taid, moving={"t": ramp(0.4, 1.0)}),
     "taid_adaptive": Method(AdaptiveTaid, moving={"t": ramp(0.4, 1.0)}),
     "rs_kd": Method(rs_kd),
     # KL over the teacher's top K and one bucket
-    "topk_tail": Method(tad, {"beta": 0.0}, in_chunks=True),
-    "logit_std": Method(
+    "topk_tail": in_chunks(tad, {"beta": 0.0}),
+    "logit_std": in_chunks(
         vanilla_kd,
         {"tau": 2.0, "t2_scaling": True, "standardize": True},
         w_kd=9.0,  # the authors' weights
         w_ce=0.1,
-        in_chunks=True,
     ),
 }
 

@@ -252,7 +252,7 @@ def check_numbers(cfg):
             raise UserError(f"{name}={getattr(cfg, name)}: expected the folder without ~, in full")
     rows = cfg.batch_rows
     end = cfg.schedule_steps
-    micro = cfg.micro_batch
+    micro = cfg.micro_batch or rows
     if cfg.min_lr > cfg.lr:
         raise UserError(f"min_lr={cfg.min_lr}: expected at most lr={cfg.lr}")
     if cfg.max_steps > end:
@@ -269,9 +269,9 @@ def check_numbers(cfg):
         )
     if rows % cfg.group:
         raise UserError(f"group={cfg.group}: expected a divisor of batch_rows={rows}")
-    if micro and micro % cfg.group:
+    if micro % cfg.group:
         raise UserError(f"micro_batch={micro}: expected a multiple of group={cfg.group}")
-    if micro and rows % micro:
+    if rows % micro:
         raise UserError(f"micro_batch={micro}: expected a divisor of batch_rows={rows}")
     if cfg.shard > 1 and cfg.teacher_device is not None:
         raise UserError(

@@ -255,7 +255,7 @@ def check_inputs(z_s, z_t, y):
             continue
         if z.shape != shape or not z.is_floating_point():
             raise UserError(f"{name}: expected floats {shape}, got {z.dtype} {tuple(z.shape)}")
-        if not z.is_cuda and (z.detach().amin(-1) <= LEAST)[valid].any():
+        if not z.is_cuda and (z.amin(-1) <= LEAST)[valid].any():
             raise UserError(
                 f"{name}: expected logits above {LEAST}; instead of masking tokens, cut them off "
                 "the logits of both models"
@@ -1022,7 +1022,7 @@ class Method(NamedTuple):
     # keywords, whose `forward` is the objective: its parameters are trained, its buffers are kept
     # from one update to the next.
     fn: Callable
-    # Settings that differ from the objective's defaults; in training also keywords of GIVEN.
+    # Settings that differ from the defaults, also the term's; in training also keywords of GIVEN.
     hyper: dict = {}  # noqa: RUF012
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
@@ -1207,20 +1207,21 @@ def resolve(name, /, **overrides) -> Method:
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, HINTS) or "."
         raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
-    method = METHODS[name]
+    row = METHODS[name]
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
-    for key, parameter in own_keywords(method.fn, method.term).items():
+    for key, parameter in own_keywords(row.fn, row.term).items():
         kinds[key] = parameter.annotation
         if kinds[key] is parameter.empty:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-    for key, value in (method.hyper | overrides).items():
+    method = row._replace(hyper={})
+    for key, value in (row.hyper | overrides).items():
         if key not in kinds:
             hint = did_you_mean(key, kinds)
             raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
         changed = {key: checked(f"{name}.{key}", value, kinds[key])}
         if key in ("w_kd", "w_ce"):
             method = method._replace(**changed)
-        elif method.term and key in keywords(method.term):
+        elif row.term and key in keywords(row.term):
             method = method._replace(term=functools.partial(method.term, **changed))
         else:
             method = with_keywords(method, **changed)

@@ -209,23 +209,25 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
 class Width(nn.Module):
     """The mean square of the student's hidden states, over labels."""
 
-    def __init__(self, d_s, d_t):
+    def __init__(self, d_s, d_t, *, scale: float = 1.0):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.tensor(scale))
 
     def forward(self, h_s, h_t, y):
         return self.scale * h_s[y != IGNORE].square().mean()
 
 
 def test_the_log_of_a_term_is_a_mean_over_labels(run, tmp_path, monkeypatch):
-    """Rows have unequally many."""
-    method = losses.METHODS["vanilla_kd"]._replace(term=Width)
+    """Rows have unequally many. A row of METHODS may set what the term is made with."""
+    method = losses.METHODS["vanilla_kd"]._replace(hyper={"scale": 2.0}, term=Width)
     monkeypatch.setitem(losses.METHODS, "wide", method)
     logged = []
     for n in (1, 4):
         run(tmp_path / f"{n}", f"--methods=wide --log_every_steps=1 --micro_batch={n}")
         logged.append([x["term"] for x in with_key(tmp_path / f"{n}", "wide", "term")])
     assert len(logged[0]) == 6 and logged[0] == pytest.approx(logged[1], rel=1e-5)
+    scales = [x["term.scale"] for x in with_key(tmp_path / "1", "wide", "term.scale")]
+    assert scales == pytest.approx([2.0] * 6, abs=0.1)
 
 
 @torch.no_grad()

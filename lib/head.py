@@ -127,14 +127,15 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def add_mm(total: Tensor, a: Tensor, b: Tensor):
-    """Add a @ b onto `total`, accumulated in fp32 or wider."""
+def add_mm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Add a @ b onto `total`, accumulated in fp32 or wider, and return it; None counts as 0."""
+    if total is None:
+        return mm(a, b)
     if a.dtype.itemsize > 2:
-        total.addmm_(a, b)
-    elif _adds_in_place(a.device, a.dtype):
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-    else:
-        total.add_(mm(a, b))
+        return total.addmm_(a, b)
+    if _adds_in_place(a.device, a.dtype):
+        return torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    return total.add_(mm(a, b))
 
 
 @functools.cache

@@ -219,10 +219,8 @@ class HeadLoss(Head):
             dz = self.head.before_cap(dz, z_s)
         del z_s
         self.gradients[0][here] = mm(dz, self.w)
-        if self.gradients[1] is None:  # not earlier: the objective needs the memory
-            self.gradients[1] = mm(dz.t(), self.h[here])
-        else:
-            add_mm(self.gradients[1], dz.t(), self.h[here])
+        # dw does not exist before its first sum: the objective needs the memory
+        self.gradients[1] = add_mm(self.gradients[1], dz.t(), self.h[here])
         if gradients:
             torch._foreach_add_(self.gradients[2:], gradients)
         self.loss += loss

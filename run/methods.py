@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lib import parallel
 from lib.head import AttachGradients, Head, OutputHead, add_mm, mm
@@ -202,7 +202,7 @@ class HeadLoss(Head):
         self.method = method
         self.evaluate = evaluate
         if isinstance(method.fn, nn.Module):
-            parameters = trained(method.fn)
+            parameters = tuple(p for p in method.fn.parameters() if p.requires_grad)
             self.inputs += parameters
             self.gradients += map(torch.zeros_like, parameters)
             self.evaluate = evaluate_module
@@ -213,7 +213,13 @@ class HeadLoss(Head):
         """Add loss and gradients of the positions `here`: forward batches, or a chunk of one."""
         z_s = self.logits(here).requires_grad_()
         loss, sums, dz, *gradients = self.evaluate(
-            self.method, self.w.dtype, z_s, z_t, self.y[here], self.n_valid[here]
+            self.method,
+            self.w.dtype,
+            z_s,
+            z_t,
+            self.y[here],
+            self.n_valid[here],
+            *self.inputs[2:],
         )
         if isinstance(self.head, OutputHead):
             dz = self.head.before_cap(dz, z_s)
@@ -252,11 +258,11 @@ def compiled(fn, device_type) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n, parameters=()):
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n, *parameters):
     """Return what `mean_loss` returns, detached, and the gradients in z_s and in the parameters.
 
-    The gradient in z_s, which must require it, is cast to `dtype`. Other arguments are those of
-    `mean_loss`.
+    The gradient in z_s, which must require it, is cast to `dtype`. Parameters are those of an
+    objective that is a module. Other arguments are those of `mean_loss`.
     """
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s, z_t, y, n)
@@ -265,12 +271,7 @@ def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n, parameters=()):
     return loss.detach(), sums, dz.to(dtype), *gradients
 
 
-def trained(module) -> tuple[Tensor, ...]:
-    """Return the parameters of an objective that is a module."""
-    return tuple(p for p in module.parameters() if p.requires_grad)
-
-
-def evaluate_module(method, dtype, z_s, z_t, y, n):
+def evaluate_module(method, dtype, z_s, z_t, y, n, *parameters):
     """Return what `evaluate` returns, for an objective that is a module.
 
     Its buffers stay as they are, as every forward batch of an update begins with them. What the
@@ -283,7 +284,7 @@ def evaluate_module(method, dtype, z_s, z_t, y, n):
         return torch.func.functional_call(method.fn, state, inputs, keywords)
 
     called = method._replace(fn=objective)
-    loss, sums, *gradients = evaluate(called, dtype, z_s, z_t, y, n, trained(method.fn))
+    loss, sums, *gradients = evaluate(called, dtype, z_s, z_t, y, n, *parameters)
     n_valid = (y != IGNORE).sum()
     for key, value in state.items():
         sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)

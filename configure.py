@@ -382,10 +382,7 @@ def key_lines() -> list[str]:
 def read_argument(arg: str) -> dict:
     """Return the keys that a config file or a flag sets, with their values."""
     if not arg.startswith("--"):
-        values = run_file(arg)
-        for name in values:
-            check_key(arg, name)
-        return values
+        return run_file(arg)
     name, equals, text = arg.removeprefix("--").partition("=")
     method, dot, setting = name.rpartition(".")
     if not dot:
@@ -398,7 +395,11 @@ def read_argument(arg: str) -> dict:
 
 
 def run_file(path: str) -> dict:
-    """Return the public names that a config file assigns, but for modules, functions, classes."""
+    """Return the keys that a config file assigns.
+
+    Names that begin with _, modules, functions and classes are its helpers. Any other name must be
+    a key.
+    """
     if not path.endswith(".py") or not Path(path).is_file():
         hint = did_you_mean_path(path, "*.py")
         raise UserError(f"{path}: no such config file (*.py){hint}")
@@ -408,8 +409,9 @@ def run_file(path: str) -> dict:
         raise UserError(f"{path}: does not run: {type(error).__name__}: {error}") from error
     values = {}
     for name, value in names.items():
-        is_helper = isinstance(value, types.ModuleType) or callable(value)
-        if not name.startswith("_") and (name in KINDS or not is_helper):
+        is_object = isinstance(value, types.ModuleType) or callable(value)
+        if name in KINDS or not (name.startswith("_") or is_object):
+            check_key(path, name)
             values[name] = value
     return values
 

@@ -1221,7 +1221,7 @@ def resolve(name, /, **overrides) -> Method:
         changed = {key: checked(f"{name}.{key}", value, kinds[key])}
         if key in ("w_kd", "w_ce"):
             method = method._replace(**changed)
-        elif row.term and key in keywords(row.term):
+        elif key in keywords(row.term):
             method = method._replace(term=functools.partial(method.term, **changed))
         else:
             method = with_keywords(method, **changed)
@@ -1238,18 +1238,18 @@ def default_settings(fn, term=None) -> dict[str, object]:
 
 def own_keywords(fn, term) -> dict[str, inspect.Parameter]:
     """Return the keywords of an objective, and of a term if there is one, but for `GIVEN`."""
-    both = keywords(fn) | (keywords(term) if term else {})
+    both = keywords(fn) | keywords(term)
     return {key: parameter for key, parameter in both.items() if key not in GIVEN}
 
 
 @functools.cache
 def keywords(fn) -> dict[str, inspect.Parameter]:
-    """Return the keywords of an objective or a term: parameters that have a default.
+    """Return the keywords of an objective or a term: parameters that have a default. None has none.
 
     It may be a `functools.partial`. Those of a module are its constructor's and its `forward`'s.
     """
     found = {}
-    for part in (fn, getattr(fn, "forward", fn)):
+    for part in filter(None, (fn, getattr(fn, "forward", None))):
         for p in inspect.signature(part, eval_str=True).parameters.values():
             if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
                 found[p.name] = p

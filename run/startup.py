@@ -30,19 +30,6 @@ from run.teacher import (
     load_teacher,
 )
 
-# Config keys that may differ between processes: devices, and paths, whose content is compared.
-OWN = (
-    "student",
-    "student_weights",
-    "teacher",
-    "tokenizer",
-    "resume_from",
-    "data_dir",
-    "out_dir",
-    "device",
-    "teacher_device",
-)
-
 
 def open_data(cfg, name) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
@@ -94,7 +81,8 @@ def open_teacher(cfg, rows, val):
 
 def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
-    shared = {key: value for key, value in vars(cfg).items() if key not in OWN}
+    # texts name devices and paths, which may differ; the others are in what `run_facts` compares
+    shared = {key: value for key, value in vars(cfg).items() if not isinstance(value, str)}
     parallel.check_agreement(**shared)
     world = parallel.world()
     if cfg.batch_rows % (world * cfg.group):
@@ -107,7 +95,7 @@ def check_config(cfg):
     uses_teacher(cfg)
     shape = student_shape(cfg)  # may download the teacher
     in_parts = cfg.group * cfg.seq_len != positions_at_once(cfg)
-    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
+    for name in cfg.methods:
         check_settings(name, shape.vocab_size, in_parts, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 

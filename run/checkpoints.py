@@ -86,18 +86,17 @@ def resume(students, run) -> list[Student]:
     live = [s for s in students if not s.stopped]
     if not live:
         run.step = max(stop["step"] for stop in stops.values())
-    for s in live:
-        if s.name in sources:
-            load_checkpoint(*sources[s.name], s, run)
-    parallel.all_gather(None)  # raises the error of a process that could not load one
     if sources:
-        _, state = next(iter(sources.values()))
+        for s in live:
+            checkpoint, state = sources[s.name]
+            load_checkpoint(checkpoint, state, s, run)
+        parallel.all_gather(None)  # raises the error of a process that could not load one
         say_edits(state, run)
     if run.step > cfg.max_steps:
         raise UserError(
             f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {run.step}; set at least that"
         )
-    say_summary(students, run)
+    parallel.on_first(say_summary, students, run)
     parallel.on_first(begin_logs, live, run)
     if live and is_new:
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
@@ -202,9 +201,8 @@ def say_edits(state, run):
 
     That is code, versions of packages, held-out rows, and logs that were cut short.
     """
-    run.facts["code"] = hashes(loaded_sources())  # some were loaded with the students
     earlier = state.get("code", {})  # an older version recorded none
-    changes = edited(earlier, run.facts["code"])
+    changes = edited(earlier, hashes(loaded_sources()))
     changes += [f"{name} (gone)" for name in earlier if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     held_out = run.facts["val_sha256"]
@@ -216,7 +214,7 @@ def say_edits(state, run):
         log = Path(run.cfg.out_dir, name)
         if not log.is_file() or log.stat().st_size < size:
             say(f"{log}: has lost entries of the steps before {state['step']}")
-    run.facts["code"] = merged(earlier, run.facts["code"])
+    run.facts["code"] = earlier
 
 
 def branch_point(name):
@@ -262,7 +260,7 @@ def begin_logs(live, run):
 def record_start(out, run):
     """Write run.json and the code that is loaded, and add this start to starts.jsonl."""
     sources = loaded_sources()
-    run.facts["code"] = merged(run.facts["code"], hashes(sources))
+    run.facts["code"] = merged(run.facts.get("code", {}), hashes(sources))
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
@@ -276,8 +274,6 @@ def record_start(out, run):
 
 def say_summary(students, run):
     """Print machine, teacher, students and their size, and how far the run is."""
-    if parallel.rank() != 0:
-        return
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     first = students[0]  # all begin with equal weights

@@ -186,9 +186,8 @@ def run_facts(cfg, rows, val) -> dict:
     held-out rows or the code.
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
-    code = hashes(loaded_sources())
     held_out = {"val_sha256": val.manifest["sha256"]}
-    for facts in (code, held_out, *records.values()):
+    for facts in (hashes(loaded_sources()), held_out, *records.values()):
         parallel.check_agreement(**facts)
     teachers = ",".join(map(pinned, cfg.teacher.split(","))) if uses_teacher(cfg) else None
     return {
@@ -196,7 +195,6 @@ def run_facts(cfg, rows, val) -> dict:
         "argv": sys.argv[1:],
         "made_by": records,
         **held_out,
-        "code": code,
         "bos": rows.manifest["bos"],  # the id before each document, if any
         "first_row_step": rows.first_row_step,
         "teacher_used": teachers,

@@ -43,7 +43,6 @@ from lib.files import read_json, reading
 from lib.hf import all_finite, checkpoints_in, find_folder, tensors_hash
 from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
-from run.exits import write_exit
 from run.log import say
 from run.provenance import file_hash, record_changes, student_changes
 from run.students import Student, student_facts
@@ -141,7 +140,7 @@ def read_folder(run):
 def check_methods(cfg):
     """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods.
 
-    An exit.json that is there stays as it is.
+    Nothing is written into such a folder: its exit.json stays as it is.
     """
     file = Path(cfg.out_dir, "run.json")
     if not file.is_file():
@@ -151,10 +150,7 @@ def check_methods(cfg):
         methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
-        message = f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir"
-        if "method" not in facts:  # in a student's folder nothing is written
-            write_exit(cfg, 1, message)
-        raise UserError(message)
+        raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")
 
 
 def read_checkpoint(path) -> tuple[Path, dict]:

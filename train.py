@@ -43,7 +43,6 @@ from run.checkpoints import (
     resume,
     save_checkpoints,
     save_model,
-    say_if_unsaved,
     stop_diverged,
     wait_for_writer,
 )
@@ -263,8 +262,6 @@ def loop(run, rows, val, teacher, students):
         validation_is_due = run.is_due(cfg.val_every_steps)
         live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 
-        if run.unsaved:
-            say_if_unsaved(run)
         if live and run.is_due(cfg.log_every_steps):
             log_terms(live, teacher, learning_rate(run.step - 1, cfg), run)
         if live and validation_is_due:

@@ -341,11 +341,12 @@ A language model, trained by logit distillation.
 def save_checkpoints(live, run):
     """Copy every student to the CPU; a thread writes the checkpoints while training goes on.
 
-    The copies take 12 bytes for each parameter of each student. If the checkpoints before these
-    could not be written, as on a full disk, that is said, and the older ones are still there.
+    The copies take 12 bytes for each parameter of each student, so they wait until the earlier
+    checkpoints are written.
     """
     began = time.perf_counter()
-    say_if_unsaved(run)
+    if run.saving:
+        run.saving.result()
     copies = []
     out = Path(run.cfg.out_dir)
     logs = [*out.glob("*.jsonl"), *out.glob("*/log.jsonl"), *out.glob("*/histograms.jsonl")]
@@ -358,33 +359,35 @@ def save_checkpoints(live, run):
         }
         if s.scored is not s.model:
             tensors["trained"] = s.model.state_dict()
-        state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
-        state["logs"] = sizes
+        state = student_facts(s, run)
+        state |= {"sums": files.for_json(s.totals()), "skipped": s.skipped, "logs": sizes}
         copies.append((s, parallel.whole_on_cpu(tensors), state))
-    if parallel.rank() == 0:
-        run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
-    run.save_sec += time.perf_counter() - began
     run.save_in(run.cfg.checkpoint_every_minutes)
-
-
-def say_if_unsaved(run):
-    """Wait until the checkpoints are written, and print why they could not be, if so."""
-    try:
-        finish_saving(run)
-    except UserError as error:
-        say(f"step {run.step}: the last checkpoint is missing: {error}; another try is in a minute")
-        run.save_in(minutes=1)
+    if parallel.rank() == 0:
+        run.saving = WRITER.submit(try_to_write, copies, run.step, run)
+    run.save_sec += time.perf_counter() - began
 
 
 def finish_saving(run):
     """Wait until the checkpoints are written. Raises `UserError` if they could not be."""
-    saving = run.saving
-    run.saving = None
-    parallel.on_first(lambda: saving and saving.result())
+    parallel.on_first(lambda: run.saving and run.saving.result())
 
 
 def wait_for_writer():
     WRITER.submit(int).result()  # it has one thread, so all that was submitted earlier is written
+
+
+def try_to_write(copies, step, run) -> UserError | None:
+    """Write checkpoints. If they cannot be, as on a full disk, say so, and return the error.
+
+    The older ones are then still there.
+    """
+    try:
+        write_checkpoints(copies, step, run.cfg)
+    except UserError as error:
+        say(f"step {step}: no checkpoint: {error}; a run that goes on tries again in a minute")
+        run.save_in(minutes=1)
+        return UserError(str(error))  # without a traceback, which would keep the copies in memory
 
 
 def write_checkpoints(copies, step, cfg):
@@ -488,7 +491,7 @@ def stop(s, run):
     It names the newest checkpoint before the last good update: from later ones, every gradient was
     bad.
     """
-    say_if_unsaved(run)
+    wait_for_writer()
     begin = ""
     for step, path in parallel.on_first(checkpoints_in, s.folder).items():
         if 0 < step < run.step - s.skipped:

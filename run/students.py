@@ -77,7 +77,6 @@ class Run:
     save_sec: float = 0.0  # since then, for checkpoints
     save_at: float = math.inf  # `time.perf_counter()` at which process 0 asks for checkpoints
     saving: Future | None = None  # the checkpoints that process 0 is writing
-    unsaved: bool = False  # whether they could not be written
     save: bool = False  # whether checkpoints are due after this update
     stop: bool = False  # whether some process has received a signal
 
@@ -104,13 +103,10 @@ class Run:
         """
         self.step += 1
         is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
-        has_failed = self.saving and self.saving.done() and self.saving.exception()
-        numbers = [n_valid, has_signal, is_late, bool(has_failed)]
-        n_valid, n_signals, n_late, n_failed = parallel.all_reduce_sum(numbers)
+        n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
         self.valid_tokens += n_valid
         self.since_log_tokens += n_valid
         self.stop = n_signals > 0
-        self.unsaved = n_failed > 0
         self.save = self.stop or n_late > 0 or self.is_due(self.cfg.checkpoint_every_steps)
 
 

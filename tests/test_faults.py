@@ -629,8 +629,8 @@ def test_a_failed_checkpoint_is_told_at_once_with_its_cause_and_tried_again(
     assert run(f"{NEW} --repeat_rows=True {flags}") == 0
     output = capsys.readouterr().out
     assert "only 0.0 MiB more are free there" in output
-    assert re.search("step 5: .*cannot be written .*full.; free some space; another try", output)
-    assert world.saved(Path("new/alra"))[1:3] == ["step_00000006", "step_00000008"]
+    assert re.search("step 4: .*cannot be written .*full.; free some space; .* again", output)
+    assert world.saved(Path("new/alra"))[1:3] == ["step_00000005", "step_00000008"]
 
 
 def test_a_result_that_cannot_be_written_is_tried_before_and_printed_after(

@@ -167,7 +167,7 @@ def append_line(path, record: dict):
     line = json.dumps(record, allow_nan=False) + "\n"
     with writing(path), path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
-        if path.is_file() and file.read(1) not in b"\n":
+        if file.read(1) not in b"\n":
             write_lines(path, read_lines(path))
     with writing(path), path.open("a") as file:
         file.write(line)

@@ -132,10 +132,9 @@ def run_git(*arguments: str) -> str:
     if not shutil.which("git"):
         return ""
     # not a repository around this folder, or one that the environment names
-    environment = {key: x for key, x in os.environ.items() if not key.startswith("GIT_")}
-    environment |= {"GIT_DIR": f"{ROOT}/.git", "GIT_WORK_TREE": f"{ROOT}"}
-    command = ["git", "-C", ROOT, *arguments]
-    return subprocess.run(command, capture_output=True, errors="replace", env=environment).stdout
+    place = ("-C", ROOT, f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}")
+    command = ("git", *place, *arguments)
+    return subprocess.run(command, capture_output=True, errors="replace").stdout
 
 
 def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:

@@ -7,9 +7,7 @@ import hashlib
 import json
 import math
 import os
-import platform
 import shutil
-import time
 from pathlib import Path
 
 from lib.errors import UserError, first_line, note, remedy_of
@@ -122,32 +120,24 @@ def atomic_folder(path):
 def locked(folder, busy: str):
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, as NFS shows such locks to all hosts. The file says who held it last. A
-    link is refused, since writing that would replace the content of a file elsewhere.
+    The lock is on a file, as NFS shows such locks to all hosts. Nothing is written into it.
 
     busy    the error if another process holds the lock
     """
     lock_file = folder / ".alra-lock"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if lock_file.is_symlink() or (lock_file.exists() and lock_file.stat().st_nlink > 1):
-            raise UserError(f"{lock_file}: is a link to another file; remove it")
-        file = lock_file.open("a+b", 0)  # unbuffered: on a full disk, `close` has nothing to write
+        file = lock_file.open("a")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            raise UserError(f"{busy} ({file.read().decode().strip()})") from error
+            raise UserError(busy) from error
         except OSError as error:  # a file system without locks
             note(
                 f"{lock_file}: no lock ({error}); start no second program in {folder} while this "
                 "one runs"
             )
-        holder = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
-        with writing(lock_file):
-            file.truncate(0)
-            file.write(holder.encode())
         yield
 
 

@@ -328,7 +328,6 @@ contains custom code
 tools/plot.py run/pretrain --text=x => : => run/pretrain: expected a student of ALRA
 tools/plot.py run/alra --text=x => set run/alra/run.json made_by.teacher_sha256="x" => \
 teacher: its content has changed since the student was trained
-{NEW} => mkdir new; ln -s ../cfg.py new/.alra-lock => new/.alra-lock: is a link to
 {COMPARE} => mkdir new; echo mine > new/README.md => new: has another README.md; set --out to
 {COMPARE} --report => mkdir new; echo mine > new/README.md => new/plan.json: cannot be used
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
@@ -362,6 +361,7 @@ GO_ON_RIGHTLY = rf"""
 cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_00000009
 cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done
 cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl
+cd half; printf mine > x; ln -sf x .alra-lock
 printf '{{"step": 4, "lo' >> half/alra/log.jsonl
 set {STEP}/state.json files_sha256={{}}
 for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done

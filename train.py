@@ -255,7 +255,9 @@ def loop(run, rows, val, teacher, students):
 
     while run.step < cfg.max_steps and live and not run.stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
-            log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
+            by_forward_batch = dataclasses.replace(cfg, micro_batch=cfg.group)
+            batches = micro_batches(rows, teacher, [run.step], by_forward_batch)
+            log_histograms(live, teacher, batches, run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
         run.count_update(n_valid, exits.must_stop(live))
@@ -401,12 +403,12 @@ def train_students(cfg) -> int:
     tokenizer = startup.checked_tokenizer(cfg, rows, val)
     run = Run(cfg, startup.run_facts(cfg, rows, val))
     run.found = parallel.on_first(read_folder, run)
-    learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
+    last_rate = learning_rate(cfg.schedule_steps - 1, cfg)  # refuses an unknown schedule
     rate = learning_rate(cfg.max_steps - 1, cfg)
-    if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
+    if rate != last_rate:
         say(
             f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "
-            f"{cfg.min_lr:.1e} set schedule_steps too"
+            f"{last_rate:.1e} set schedule_steps too"
         )
     if cfg.compile:
         say("compiling the models: the first update may take minutes")

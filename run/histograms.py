@@ -23,7 +23,7 @@ from run.students import hidden_and_head
 def log_histograms(live, teacher, batches: Iterable, run):
     """Write the teacher's histograms and the students' local budgets over the run's next update.
 
-    batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
+    batches  of `micro_batches` (train.py), each of them one forward batch
 
     If a student's objective has a budget, METHOD/histograms.jsonl gets the number of positions by
     budget: of the student, and with the teacher as the student. teacher.jsonl gets:
@@ -41,7 +41,7 @@ def log_histograms(live, teacher, batches: Iterable, run):
             result_type = inspect.signature(s.method.fn).return_annotation
             if hasattr(result_type, "d_u") and hasattr(result_type, "tokens"):  # as in AlraTerms
                 students.append((s.name, *hidden_and_head(s), method_at(s, run.step, cfg)))
-        for x, y, h_t in _forward_batches(batches, cfg.group):
+        for x, y, _, h_t in batches:
             labels = y.flatten()
             valid = labels != IGNORE
             z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
@@ -64,12 +64,6 @@ def log_histograms(live, teacher, batches: Iterable, run):
         for key in ("d_u_hist", "teacher_d_u_hist"):
             entry[key] = counts[name, key].tolist()
         append(out / name / "histograms.jsonl", entry)
-
-
-def _forward_batches(batches, group) -> Iterable[tuple]:
-    """Yield x, y and the teacher's hidden states of `group` rows at a time."""
-    for x, y, _, h_t in batches:
-        yield from zip(x.split(group), y.split(group), h_t.split(group), strict=True)
 
 
 def _teacher_sums(z, y) -> dict[str, Tensor]:

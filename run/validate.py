@@ -49,13 +49,12 @@ def validation_batches(val, teacher, n_rows: int, cfg):
     size = cfg.micro_batch
     begin = parallel.rank() * size
     # Sharded layers compute on all processes together, so every process makes as many batches as
-    # process 0. A batch whose `first` is past the last row repeats row 0 without labels.
+    # process 0, all of one shape. Beyond the last row they repeat it without labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
-        has_rows = first < n_rows
-        index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
+        wanted = np.arange(first, first + size)
+        index = wanted.clip(max=n_rows - 1)
         x, y, _ = val.batch(index, torch.device(cfg.device))
-        if not has_rows:
-            y = torch.full_like(y, IGNORE)
+        y[torch.from_numpy(wanted >= n_rows)] = IGNORE
         h_t = teacher.hidden(x, val, index) if teacher else None
         row = torch.from_numpy(index).to(y.device)[:, None]
         yield row.expand_as(y), x, y, h_t

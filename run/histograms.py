@@ -55,15 +55,13 @@ def log_histograms(live, teacher, batches: Iterable, run):
     parallel.sum_in_place([*sums.values(), *counts.values()])
     n = int(sums.pop("n"))
     entry = {"step": run.step, "n": n}
+    out = Path(cfg.out_dir)
+    for name, *_ in students:
+        budgets = {key: counts[name, key].tolist() for key in ("d_u_hist", "teacher_d_u_hist")}
+        append(out / name / "histograms.jsonl", entry | budgets)
     for key, value in sums.items():
         entry[key] = value.tolist() if value.ndim else float(value) / n
-    out = Path(cfg.out_dir)
     append(out / "teacher.jsonl", entry)
-    for name, *_ in students:
-        entry = {"step": run.step, "n": n}
-        for key in ("d_u_hist", "teacher_d_u_hist"):
-            entry[key] = counts[name, key].tolist()
-        append(out / name / "histograms.jsonl", entry)
 
 
 def _teacher_sums(z, y) -> dict[str, Tensor]:

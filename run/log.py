@@ -119,24 +119,23 @@ def log_validation(live, validated, val, run):
 
     val  the held-out rows (`Rows`)
     """
-    first, *_ = validated.values()
     references = {f"val_{key}": ce for key, ce in val.reference_ces.items()}
     n_rows = n_validated(val, run.cfg)
     say_values(f"step {run.step}, {n_rows:,} held-out rows", validated)
     if run.step <= run.first_step + run.cfg.val_every_steps:
-        say_reference_ces(first | references)
+        say_reference_ces(validated[live[0].name] | references)
     for s in live:
-        figures = validated[s.name]
-        add_entry(s, {"step": run.step} | figures | references)
+        figures = validated[s.name] | references
+        add_entry(s, {"step": run.step} | figures)
         ce = figures["val_ce"]
-        uniform = references["val_uniform_ce"]
+        uniform = figures["val_uniform_ce"]
         if not ce < uniform:
             say(
                 f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
                 "that of a uniform guess; if it was lower before, try a smaller lr"
             )
         if run.step == run.cfg.max_steps:
-            say(verdict(s.name, figures | references))
+            say(verdict(s.name, figures))
 
 
 def verdict(name, values) -> str:

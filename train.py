@@ -128,8 +128,7 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
             raise UserError(
                 f"shard={cfg.shard}: {name} trains parameters beside the student's; set shard=1"
             )
-        device = torch.device(cfg.device)
-        parallel.shard(model, cfg.shard, device, dtype)
+        parallel.shard(model, cfg.shard, torch.device(cfg.device), dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 

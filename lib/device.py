@@ -53,14 +53,13 @@ def pick_device(name, key="device") -> torch.device:
     n = torch.cuda.device_count()
     cards = [f"cuda:{i}" for i in range(n)]
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if n_processes > 1 and name in cards:
-        raise UserError(f"{key}={given}: {n_processes} processes would share it; set cuda")
+    is_shared = n_processes > 1 and name in cards
     if name == "cuda":
         if n == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
             name = "cuda:0"
         elif n_processes <= n:
             name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    if name not in ("cpu", *cards):
+    if is_shared or name not in ("cpu", *cards):
         raise UserError(
             f"{key}={given}: expected cpu, or cuda with a card for each process; torch finds {n} "
             f"CUDA devices for {n_processes} processes; without a card, train.py runs with "
@@ -98,12 +97,10 @@ def device_name(device) -> str:
 
 def machine_facts(device) -> dict:
     """Return commit, versions and machine, which belong to every result."""
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy"):
-        versions[name] = version(name)
+    versions = {name: version(name) for name in ("torch", "transformers", "numpy")}
     return {
         "git_commit": git_commit(),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "machine": device_name(device),
         # instructions and threads change how sums are rounded
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -166,12 +166,9 @@ def shard(root: nn.Module, n: int, device, dtype: torch.dtype | None = None):
     fsdp.register_fsdp_forward_method(root, "hidden")
 
 
-def is_sharded(x: Tensor | nn.Module) -> bool:
-    """Return whether this is a DTensor or an FSDP2 module.
-
-    Tells by their methods, since importing the classes takes half a second.
-    """
-    return hasattr(x, "to_local") or hasattr(x, "unshard")
+def is_sharded(t: Tensor) -> bool:
+    """Return whether this is a DTensor. Importing its class would take half a second."""
+    return hasattr(t, "to_local")
 
 
 def local(t: Tensor) -> Tensor:
@@ -181,7 +178,7 @@ def local(t: Tensor) -> Tensor:
 
 def full_tensor(t: Tensor) -> Tensor:
     """Return all of a tensor, on every process."""
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
+    return t.full_tensor() if is_sharded(t) else t
 
 
 def distribute_like(t: Tensor, like: Tensor) -> Tensor:
@@ -210,7 +207,7 @@ def whole_on_cpu(tree):
 @contextlib.contextmanager
 def gathered_roots(models):
     """Gather the weights outside the layers of each model, such as the head, while inside."""
-    roots = [model for model in models if is_sharded(model)]
+    roots = [model for model in models if hasattr(model, "unshard")]  # of FSDP2
     for root in roots:
         root.unshard()
     yield

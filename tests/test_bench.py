@@ -71,7 +71,7 @@ def test_cases_of_a_method_make_the_same_updates(monkeypatch, printed):
 CARDS = """
 cuda 1 2 all => torch finds 1 CUDA devices for 2 processes
 cuda 0 1 all => without a card, train.py runs with --device=cpu --compile=False
-cuda:1 2 2 all => device=cuda:1: 2 processes would share it; set cuda
+cuda:1 2 2 all => device=cuda:1: expected cpu, or cuda with a card for each process
 cuda:2 2 1 all => torch finds 2 CUDA devices
 cuda 2 2 all => cuda:1
 auto 2 2 all => cuda:1

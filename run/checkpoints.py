@@ -394,11 +394,8 @@ def write_checkpoints(copies, step, cfg):
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.scored.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
-            try:
-                torch.save(tensors, new / TRAINING)
-            except RuntimeError:  # it names no cause, unlike an error of Python's own file
-                with (new / TRAINING).open("wb") as file:
-                    torch.save(tensors, file)
+            with (new / TRAINING).open("wb") as file:  # names the cause of an error, unlike torch's
+                torch.save(tensors, file)
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:

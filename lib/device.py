@@ -47,7 +47,6 @@ def pick_device(name, key="device") -> torch.device:
     rank. A process that computes on the CPU keeps the memory that it frees. Raises `UserError` if
     there is no such device.
     """
-    given = name
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     n = torch.cuda.device_count()
@@ -61,7 +60,7 @@ def pick_device(name, key="device") -> torch.device:
             name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if is_shared or name not in ("cpu", *cards):
         raise UserError(
-            f"{key}={given}: expected cpu, or cuda with a card for each process; torch finds {n} "
+            f"{key}={name}: expected cpu, or cuda with a card for each process; torch finds {n} "
             f"CUDA devices for {n_processes} processes; without a card, train.py runs with "
             "--device=cpu --compile=False, other scripts with --device=cpu"
         )
@@ -92,7 +91,7 @@ def device_name(device) -> str:
         found = re.search(r"^model name\s*:(.*)", info.read_text(), re.M)
         if found:
             return found[1].strip()
-    return platform.processor() or platform.machine()
+    return platform.machine()
 
 
 def machine_facts(device) -> dict:

@@ -101,13 +101,11 @@ def timed(batches: Iterable, run) -> Iterator:
 # students
 
 
-def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
+def make_student(name, cfg, tokenizer=None, teacher=None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
     Other optimizers, and parameter groups with an lr of their own, are welcome: `update` multiplies
     each group's initial lr by the schedule.
-
-    d_t  width of the teacher's hidden states, if there is a teacher
     """
     dtype = compute_dtype(cfg)
     model = initial_model(cfg)
@@ -120,7 +118,9 @@ def make_student(name, cfg, tokenizer=None, d_t: int | None = None) -> Student:
     if isinstance(method.fn, nn.Module):
         extras["objective"] = method.fn
     if method.term:
-        extras["term"] = method.term(weight_of(model.head).shape[1], d_t)
+        d_s = weight_of(model.head).shape[1]
+        d_t = weight_of(teacher.head).shape[1]
+        extras["term"] = method.term(d_s, d_t)
     if cfg.compile:
         compile_layers(model)
     if cfg.shard > 1:
@@ -166,9 +166,9 @@ def initial_model(cfg):
         model = load_model(cfg.student_weights, as_student=True)
         model.cut(shape.vocab_size)  # it may have padding beyond the vocabulary
     if model.config != shape:
-        name = cfg.student_weights
         raise UserError(
-            f"student_weights={name}: not of the shape of student={cfg.student}; set both"
+            f"student_weights={cfg.student_weights}: not of the shape of student={cfg.student}; "
+            "set both"
         )
     return model.requires_grad_(True).train()
 
@@ -412,8 +412,7 @@ def train_students(cfg) -> int:
     if cfg.compile:
         say("compiling the models: the first update may take minutes")
     teacher = open_teacher(cfg, rows, val)
-    d_t = weight_of(teacher.head).shape[1] if teacher else None
-    students = [make_student(name, cfg, tokenizer, d_t) for name in cfg.methods]
+    students = [make_student(name, cfg, tokenizer, teacher) for name in cfg.methods]
     loop(run, rows, val, teacher, students)
     for s in students:
         if not s.stopped and not run.stop:

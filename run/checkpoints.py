@@ -237,7 +237,7 @@ def begin_branch(name, run):
 
 
 def begin_logs(live, run):
-    """Remove what the logs have beyond the run's step, and record this start."""
+    """Remove what the logs have beyond the run's step, and record this start beside them."""
     out = Path(run.cfg.out_dir)
     for s in live:
         (s.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -249,11 +249,6 @@ def begin_logs(live, run):
 
             s.services = services(s, run)
     files.truncate_lines(out / "teacher.jsonl", run.step - 1)
-    record_start(out, run)
-
-
-def record_start(out, run):
-    """Write run.json and the code that is loaded, and add this start to starts.jsonl."""
     sources = loaded_sources()
     run.facts["code"] = merged(run.facts.get("code", {}), hashes(sources))
     start = {

@@ -309,8 +309,8 @@ def write_model(s, weights, run):
     with files.atomic_folder(folder) as new:
         s.scored.save_pretrained(new, s.tokenizer, saved)
         (new / "README.md").write_text(model_card(s, run, facts))
-    read = {name: p.float() for name, p in saved.items()}  # as they are read again
-    facts["weights_sha256"] = tensors_hash(read)
+    # of the weights as they are read again
+    facts["weights_sha256"] = tensors_hash({name: p.float() for name, p in saved.items()})
     if "probe" in read_json(folder / "config.json"):
         say(f"{folder}: an edited student: model.py computes it, and transformers something else")
     files.write_json(s.folder / "run.json", facts)
@@ -428,10 +428,11 @@ def load_checkpoint(path, state, s, run):
         for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, values)
     for key, value in state["sums"].items():
-        # the saved sums are over all processes, so the first process takes them
-        total = math.nan if value is None else value  # JSON has no NaN
-        total = 0.0 if parallel.rank() else total
-        s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
+        if parallel.rank() > 0:  # the saved sums are over all processes: the first one takes them
+            value = 0.0
+        elif value is None:
+            value = math.nan  # JSON has none
+        s.sums[key] = torch.tensor(value, dtype=torch.float64, device=s.model.head.device)
     s.skipped = state["skipped"]
     s.init_sha256 = state["init_sha256"]
     run.step = state["step"]

@@ -75,8 +75,7 @@ def open_teacher(cfg, rows, val):
     from run.teacher_cache import open_cached, rows_of_run  # few runs need it
 
     wanted = rows_of_run(cfg, rows, val)
-    size = cfg.micro_batch or min(cfg.batch_rows, 16)
-    return open_cached(cfg.teacher, dtype, output_device, wanted, load, size)
+    return open_cached(cfg.teacher, dtype, output_device, wanted, load, cfg.micro_batch)
 
 
 def check_config(cfg):

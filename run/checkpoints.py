@@ -431,7 +431,7 @@ def load_checkpoint(path, state, s, run):
         if parallel.rank() > 0:  # the saved sums are over all processes: the first one takes them
             value = 0.0
         elif value is None:
-            value = math.nan  # JSON has none
+            value = math.nan  # JSON has no NaN
         s.sums[key] = torch.tensor(value, dtype=torch.float64, device=s.model.head.device)
     s.skipped = state["skipped"]
     s.init_sha256 = state["init_sha256"]

@@ -176,6 +176,8 @@ def test_flags_override_a_study():
 
 def test_equal_flops_mean_more_updates_without_a_teacher():
     student, teacher = record.flops(STUDY)
+    facts = record.read_students(RESULTS / "small")[0]  # FLOPs of before
+    assert student * facts["nominal_tokens"] == facts["student_flops"]
     longer = compare.plan_student("pretrain@flops", STUDY, 1, {})
     assert longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
     assert longer.schedule_steps == longer.max_steps

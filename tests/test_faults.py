@@ -6,6 +6,7 @@ line on stderr. Nothing else may change.
 
 import contextlib
 import errno
+import glob
 import importlib
 import itertools
 import json
@@ -409,13 +410,18 @@ def folder(pristine, monkeypatch):
     copy, kept = pristine
     monkeypatch.chdir(copy)
     yield copy
-    for name in {path.split("/")[0] for path in changes(kept, contents(copy))}:
-        shell(f"rm -rf {name}; test ! -e ../kept/{name} || cp -r ../kept/{name} .")
+    names = " ".join({path.split("/")[0] for path in changes(kept, contents(copy))})
+    if names:  # of which some are not in the one that is kept
+        shell(f"rm -rf {names}; cd ../kept; cp -r {names} ../copy 2>&- || true")
 
 
 def contents(folder):
-    paths = [p for p in sorted(folder.rglob("*")) if p.name != ".alra-lock"]
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
+    found = {}
+    for name in glob.glob("**", root_dir=folder, recursive=True, include_hidden=True):
+        if not name.endswith(".alra-lock"):
+            file = folder / name
+            found[name] = file.read_bytes() if file.is_file() else None
+    return found
 
 
 def changes(before, after):

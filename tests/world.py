@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 import train
+from lib import source
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
@@ -34,6 +35,7 @@ V = 512  # of a larger vocabulary a run takes longer
 SEQ = 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
+source.own_file = functools.cache(source.own_file)  # each run asks for that of 4,000 modules thrice
 
 
 def make_tokenizer(texts=(), vocab_size=257, eos=EOS, bos=None, split=None, **trainer):

@@ -3,9 +3,9 @@
 main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
-a signal in the second update; where it ends in "..", process 1 reads other tensors. Process 1
-prints how many numbers of teacher and students it holds, the exit codes of runs that fail, and how
-long its groups wait.
+a signal in the second update; where it ends in "..", process 1 reads other tensors. It cannot read
+a teacher that transformers computes. It prints how many numbers of teacher and students it holds,
+the exit codes of runs that fail, and how long its groups wait.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of 
 import configure
 import train
 from lib import parallel
-from run import checkpoints, exits, provenance
+from run import checkpoints, exits, provenance, transformers_models
 from tests import world
 
 FORKS = multiprocessing.get_context("fork")
@@ -49,6 +49,8 @@ def work(runs):
     parallel.stop = lambda: None  # the same processes serve every run
     cpu = torch.device("cpu")
     parallel.start(cpu, 7)
+    if parallel.rank() == 1:
+        transformers_models.read_foreign = None
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         if cfg.out_dir.endswith("..") and parallel.rank() == 1:

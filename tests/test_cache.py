@@ -9,24 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-import configure
 import eval as ev
 import train
-from lib import parallel
 from lib.errors import UserError
 from lib.files import read_json
 from run import startup, teacher, teacher_cache
-from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import (
     SEQ,
     config,
     distil,
     final_bits,
-    flags,
     read_jsonl,
     refusal,
-    start,
     untimed,
     write_rows,
 )
@@ -201,39 +196,6 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     fill(cfg)
     fill(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
-
-
-def fill_as(rank, port, argvs):
-    """Be process `rank` of two that fill, one after the other, what each of `argvs` reads."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    parallel.start(CPU)
-    for argv in argvs:
-        fill(configure.load(argv))
-    parallel.stop()
-
-
-@pytest.mark.slow
-def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
-    text = "--methods=alra --micro_batch=1 --teacher_cache=True"
-    worlds = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)]
-    argvs = [flags(folder, "unused", text, shard=n) for n, folder in enumerate(worlds, 1)]
-    port = free_port()
-    output = tmp_path / "output"
-    processes = [start(fill_as, rank, port, argvs, out=output) for rank in range(2)]
-    fill(config(world, "unused", text))
-    for process in processes:
-        process.join(120)
-        process.kill()  # or it would wait on
-        assert process.exitcode == 0, output.read_text()
-    files = [*world.glob("data/teacher_*")]
-    assert len(files) == 3
-    for file in files:
-        for folder in worlds:
-            assert (folder / "data" / file.name).read_bytes() == file.read_bytes()
-    for name, n_rows, n_stored in (("train", 97, 24), ("val", 7, 7)):
-        (file,) = world.glob(f"data/teacher_*.{name}.states")
-        assert np.count_nonzero(np.memmap(file, np.uint64)[-n_rows:]) == n_stored
 
 
 def test_another_teacher_has_files_of_its_own(make, world):  # noqa: F811

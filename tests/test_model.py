@@ -376,18 +376,6 @@ def test_fp32_products_and_convolutions_do_without_tf32_on_a_gpu():
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 
 
-def test_the_reference_logits_are_those_of_transformers(tmp_path):
-    decoder = Qwen2(model_py.REFERENCE_SHAPE)
-    weights = {}
-    for name, p in decoder.state_dict().items():
-        weights[name] = torch.arange(p.numel()).sin().view(p.shape)
-    decoder.load_state_dict(weights)
-    decoder.save_pretrained(tmp_path / "m")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    z = theirs(torch.arange(1024)[None] % 64).logits[0, -2:, 0]
-    assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-4, atol=0)
-
-
 def gelu(self, x):
     return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 

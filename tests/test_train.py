@@ -30,7 +30,7 @@ from lib.device import mfu
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import weights_hash
-from lib.rows import PAD, row_order
+from lib.rows import row_order
 from losses import IGNORE
 from model import Qwen2, Qwen2Config, init_student
 from run import checkpoints, exits, log, provenance, startup, students
@@ -159,16 +159,8 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
         assert teacher.head.device == h.device == home
 
 
-def test_padding_never_reaches_a_loss(tiny):
-    rows = open_rows(tiny)
-    x, y, n = first_rows(rows, 97)
-    ids = rows.read(np.arange(97)).astype(np.int64)
-    assert x.shape == y.shape == (97, SEQ)
-    assert int((y != IGNORE).sum()) == n
-    assert x.max() < V and y.max() < V
-    for row, labels in zip(ids, y, strict=True):
-        length = (row != PAD).sum()
-        assert labels.tolist() == row[1:length].tolist() + [IGNORE] * (SEQ + 1 - length)
+def test_labels_after_the_first_document_may_be_masked(tiny):
+    x, y, n = first_rows(open_rows(tiny), 97)
     _, masked, n_masked = first_rows(open_rows(tiny, mask_after_eos=True), 97)
     assert n_masked == int((masked != IGNORE).sum()) < n
     assert torch.equal(masked, y.masked_fill(x == 0, IGNORE))
@@ -322,18 +314,6 @@ def test_positions_at_a_time_are_by_memory_on_a_gpu_and_one_forward_batch_elsewh
     assert positions("cpu", seq_len=300, group=2) == 512
 
 
-def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
-    grads = gradients(tiny, methods="pretrain")["pretrain"]
-    model = init_student(STUDENT).double()
-    loss = 0.0
-    for n in range(4):
-        x, y, _ = open_rows(tiny).batch(np.array([n]), CPU)
-        loss += torch.nn.functional.cross_entropy(model(x)[0], y[0]) / 4
-    expected = torch.autograd.grad(loss, list(model.parameters()))
-    for g, e in zip(grads, expected, strict=True):
-        assert (g - e).norm() <= 1e-5 * e.norm() + 1e-9
-
-
 @pytest.mark.parametrize("decay_1d", [True, False])
 def test_updates_are_those_of_adamw_at_rates_by_hand(tiny, monkeypatch, decay_1d):
     """In fp64, from the gradients before the clip: two updates of warm-up, two of the cosine."""
@@ -449,14 +429,9 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
         assert record["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_validation_is_over_the_first_held_out_rows(tiny, finished):
-    """test_metrics.py has the other figures."""
+def test_validation_is_over_the_first_held_out_rows(tiny):
+    """test_metrics.py has the other figures, test_cache.py compares them with those of eval.py."""
     val = open_rows(tiny, "val")
-    figures = with_key(finished, "alra", "val_ce")[-1]
-    models = {"val_ce": finished / "alra/model", "val_teacher_ce": tiny / "teacher"}
-    for key, folder in models.items():
-        ce, _ = mean_ce(Qwen2.from_pretrained(f"{folder}"), val, 7)
-        assert figures[key] == pytest.approx(ce, rel=2e-4)
     cfg = config(tiny, UNUSED, methods="pretrain", val_max_rows=3)
     student = train.make_student("pretrain", cfg)
     figures = train.validate([student], None, val, cfg)["pretrain"]

@@ -100,13 +100,6 @@ def test_settings_of_several_sources_add_up(tmp_path):
     assert (cfg.lr_of("alra@a.1"), cfg.lr_of("alra")) == (3e-4, 6e-4)
 
 
-def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):
-    hyper = {"alra": {"tau": 2.0}, "alra@a": {"d_max": 7}, "tad": {"beta": 1.0}}
-    path = write(tmp_path, f"methods = ('alra', 'tad')\n{hyper = }\n")
-    assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra", "alra@a"}
-    assert load([path, "--methods=tad"]).hyper == {"tad": {"beta": 1.0}}
-
-
 def test_guard_says_in_one_line_what_the_user_can_correct(capsys, monkeypatch):
     def ends(error, code, line, rank="0"):
         monkeypatch.setenv("LOCAL_RANK", rank)

@@ -116,10 +116,10 @@ def items_of(task):
     return loaded.dataset["test"].to_list()
 
 
-def make_tokenizer(n=307, **keys):
+def make_tokenizer(**keys):
     rng = np.random.default_rng(0)
     texts = [sentence(rng, 13) for _ in range(50)] + ["Answer:\n yes"] * 9
-    return world.make_tokenizer(texts, n, "<eos>", **keys)
+    return world.make_tokenizer(texts, 307, "<eos>", **keys)
 
 
 @pytest.fixture(scope="module")

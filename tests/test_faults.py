@@ -416,12 +416,9 @@ def folder(pristine, monkeypatch):
 
 
 def contents(folder):
-    found = {}
-    for name in glob.glob("**", root_dir=folder, recursive=True, include_hidden=True):
-        if not name.endswith(".alra-lock"):
-            file = folder / name
-            found[name] = file.read_bytes() if file.is_file() else None
-    return found
+    names = glob.glob("**", root_dir=folder, recursive=True, include_hidden=True)
+    files = {name: folder / name for name in names if not name.endswith(".alra-lock")}
+    return {name: p.read_bytes() if p.is_file() else None for name, p in files.items()}
 
 
 def changes(before, after):

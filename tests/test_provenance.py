@@ -304,15 +304,17 @@ def test_only_a_repository_of_the_project_alone_gives_the_commit(tmp_path, monke
     (tmp_path / "x").touch()
     for command in (["init", "-q"], ["add", "x"], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *command], check=True)
+
+    def commit_of(root):
+        monkeypatch.setattr(device, "ROOT", root)
+        device.git_commit.cache_clear()
+        return device.git_commit()
+
+    (tmp_path / "project").mkdir()
     for edit, pattern in (("", r"\w{40}"), ("b", r"\w{40}\+\w{12}")):
         (tmp_path / "x").write_text(edit)
-        monkeypatch.setattr(device, "ROOT", tmp_path)
-        device.git_commit.cache_clear()
-        assert re.fullmatch(pattern, device.git_commit())
-        (tmp_path / "project").mkdir(exist_ok=True)
-        monkeypatch.setattr(device, "ROOT", tmp_path / "project")
-        device.git_commit.cache_clear()
-        assert device.git_commit() is None
+        assert re.fullmatch(pattern, commit_of(tmp_path))
+        assert commit_of(tmp_path / "project") is None
     device.git_commit()
     device.git_commit.cache_clear()
     assert capsys.readouterr().err.count("no commit is recorded") == 2

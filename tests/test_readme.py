@@ -219,13 +219,10 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
             assert args.table or args.split == split
 
 
-def section(heading):
-    return PAGES[PAGES.index(f"\n## {heading}\n") :].split("\n## ")[1]
-
-
 def cells(heading):
     """The rows of the first table under a heading, without its head."""
-    rows = [line.strip("|") for line in section(heading).splitlines() if line.startswith("|")]
+    section = PAGES[PAGES.index(f"\n## {heading}\n") :].split("\n## ")[1]
+    rows = [line.strip("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows[2:]]
 
 

@@ -127,8 +127,6 @@ def test_learning_rates_by_hand():
         cfg = Config(lr_schedule=name, lr=1e-2, min_lr=1e-3, **keys)
         by_step = [train.learning_rate(step, cfg) for step in (49, 99, 899, 949, 999)]
         assert by_step == pytest.approx([5e-3, 1e-2, *rates])
-    paper = [train.learning_rate(step, Config()) for step in (0, 511, 63_455, 126_399)]
-    assert paper == pytest.approx([6e-4 / 512, 6e-4, 3.3e-4, 6e-5], rel=1e-4)
     one = Config(max_steps=1, schedule_steps=1, warmup_steps=0)
     assert train.learning_rate(0, one) == one.min_lr
 
@@ -144,12 +142,10 @@ def test_row_order_is_a_function_of_step_and_seed_alone():
         assert sorted(row_order(2, n, n, 5)) == [*range(n)]
 
 
-def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny):
+def test_dtype_and_the_teachers_device_are_those_of_the_config(tiny):
     """The meta device stands in for a card."""
     for name, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         assert compute_dtype(config(tiny, UNUSED, dtype=name)) == dtype
-    student = train.make_student("alra", config(tiny, UNUSED, seed=5))
-    assert student.init_sha256 == weights_hash(init_student(STUDENT, 5))
     home = torch.device("meta")
     for name, device in (("none", home), ("cpu", CPU)):
         cfg = config(tiny, UNUSED, device="meta", teacher_device=name)
@@ -398,17 +394,13 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished):
     assert all(p.requires_grad for p in student.model.parameters())
 
 
-def test_a_run_leaves_logs_and_facts(finished):
-    sha = weights_hash(init_student(STUDENT))
+def test_a_run_learns_and_logs_how_many_tokens_it_has_seen(finished):
+    """test_nano.py has the steps of each line."""
     for method in METHODS:
-        steps = with_key(finished, method, "loss")
-        checks = with_key(finished, method, "val_ce")
-        assert [r["step"] for r in steps] == [2, 4, 6]
-        assert [r["step"] for r in checks] == [3, 6]
-        assert steps[-1]["nominal_tokens"] == 6 * 4 * SEQ > steps[-1]["valid_tokens"] > 0
-        assert checks[1]["val_ce"] < checks[0]["val_ce"]
-        facts = read_json(finished / method / "run.json")
-        assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
+        last = with_key(finished, method, "loss")[-1]
+        assert last["nominal_tokens"] == 6 * 4 * SEQ > last["valid_tokens"] > 0
+        first, second = with_key(finished, method, "val_ce")
+        assert second["val_ce"] < first["val_ce"]
 
 
 def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished, tmp_path, run):

@@ -189,8 +189,7 @@ def state_of(out, step):
 def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
-    about |= {"config": {}}
-    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
+    about |= {"config": {}, "init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)

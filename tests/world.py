@@ -301,7 +301,7 @@ def refusal(pattern):
 
 # Each process is a fork of one that has imported all this, and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
-PRELOAD = "torch._dynamo pandas scipy.special train prepare eval tests.world"
+PRELOAD = "tests.conftest torch._dynamo pandas scipy.special train prepare eval tests.world"
 PROCESSES.set_forkserver_preload(PRELOAD.split())
 
 
@@ -314,9 +314,9 @@ def start(function, *args, out: Path | str = os.devnull):
 
 def _begin(function, args, out):
     gc.freeze()
+    gc.enable()
     os.setsid()
     os.chdir(ROOT)
-    os.fsync = lambda fd: None  # as in conftest.py
     for stream in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     function(*args)

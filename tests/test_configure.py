@@ -93,6 +93,9 @@ def test_settings_of_several_sources_add_up(tmp_path):
     cfg = load([path, "--alra.gamma=9", methods, "--alra.detach_weights=false"])
     alra = {"gamma": 9, "d_max": 7, "detach_weights": False}
     assert cfg.hyper == {"alra": alra, "tad": {"beta": 1.0}}
+    # those of methods that are not run are left out
+    assert load([path, "--methods=tad"]).hyper == {"tad": {"beta": 1.0}}
+    assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra"}
     cfg = load([path, "--methods=alra,alra@a.1", "--alra@a.1.gamma=1", "--alra@a.1.lr=3e-4"])
     assert cfg.settings_of("alra@a.1") == {"gamma": 1, "d_max": 7, "lr": 3e-4}
     assert cfg.settings_of("alra")["gamma"] == 3

@@ -27,21 +27,24 @@ CONSTANTS = (int, float, str, tuple, list, dict, set, frozenset, np.ndarray, tor
 WRAPPED = ("__wrapped__", "__func__", "fget", "func")
 
 
-def own_file(value: object) -> str | None:
-    """Return the file of a module, function or class, or None if it is not the project's own."""
+def is_own_file(file: str | None) -> bool:
+    return f"{file}".endswith(".py") and not any(part in file for part in INSTALLED)
+
+
+def is_own(value: object) -> bool:
+    """Return whether a module, function or class is the project's own."""
     try:
-        file = inspect.getsourcefile(value)
+        return is_own_file(inspect.getsourcefile(value))
     except (TypeError, OSError):  # what is built in
-        return None
-    is_own = file and not any(part in file for part in INSTALLED)
-    return os.path.realpath(file) if is_own else None
+        return False
 
 
 def loaded_sources() -> dict[str, str]:
     """Return the text of all own files that are loaded, by their paths from the project's."""
     # torch's compiler names the modules that it writes torch.X
     modules = [module for name, module in sys.modules.items() if not name.startswith("torch.")]
-    files = {*filter(None, map(own_file, modules))}
+    named = [getattr(module, "__file__", None) for module in modules]
+    files = {os.path.realpath(file) for file in named if is_own_file(file)}
     return {os.path.relpath(file, ROOT): Path(file).read_text() for file in sorted(files)}
 
 
@@ -88,7 +91,7 @@ def reached(*roots: object) -> dict[str, str]:
     while waiting:
         value = waiting.pop()
         waiting += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
-        if not isinstance(value, types.FunctionType | type) or not own_file(value):
+        if not isinstance(value, types.FunctionType | type) or not is_own(value):
             continue
         constants = []
         if isinstance(value, type):
@@ -115,7 +118,7 @@ def values_named(fn) -> list[object]:
     """Return what a function names, by name: globals, attributes of own modules, its closure."""
     names = names_in(fn.__code__)
     values = [x for name, x in sorted(fn.__globals__.items()) if name in names]
-    for module in [x for x in values if isinstance(x, types.ModuleType) and own_file(x)]:
+    for module in [x for x in values if isinstance(x, types.ModuleType) and is_own(x)]:
         values += [x for name, x in sorted(vars(module).items()) if name in names]
     return [*values, *inspect.getclosurevars(fn).nonlocals.values()]
 

@@ -1,6 +1,5 @@
 """The edits that docs/editing.md shows, each applied to a copy of the code that then runs."""
 
-import functools
 import importlib
 import os
 import re
@@ -69,8 +68,6 @@ def _run_all(folder, commands):
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     os.chdir(folder)
     configure = importlib.import_module("configure")
-    source = importlib.import_module("lib.source")
-    source.own_file = functools.cache(source.own_file)  # as in tests/world.py
     for script, argv, code in commands:
         main = importlib.import_module(script).main
         assert configure.guard(lambda main=main, argv=argv: main([*map(str, argv)])) == code

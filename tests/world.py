@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 import train
-from lib import source
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
@@ -36,9 +34,6 @@ V = 512  # of a larger vocabulary a run takes longer
 SEQ = 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
-# Each run asks three times for the files of 4,000 modules, and packs what it has loaded.
-source.own_file = functools.cache(source.own_file)
-zlib.Z_DEFAULT_COMPRESSION = 1
 
 
 def make_tokenizer(texts=(), vocab_size=257, eos=EOS, bos=None, split=None, **trainer):

@@ -137,7 +137,7 @@ def score(args):
 
 def score_tasks(c: Checkpoint, tasks: dict[str, OpenTask], args, device) -> Iterator[dict]:
     """Write and yield a checkpoint's scores, a result for each task."""
-    model = c.load(getattr(torch, args.dtype), device)
+    model = load_teacher(c.folder, getattr(torch, args.dtype), device)
     scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.bos)
     protocol = {
         "dtype": args.dtype,
@@ -277,7 +277,7 @@ def score_rows(checkpoints: list[Checkpoint], data_dir: str, args, device) -> li
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
         teacher = teacher or load_teacher(teacher_name, dtype, device, rows=rows)
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, ids).to(device)
-    models = [c.load(dtype, device, rows) for c in checkpoints]
+    models = [load_teacher(c.folder, dtype, device, rows=rows) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     return [
         write("figures", values | references, protocol, scored, c, device)

@@ -48,11 +48,6 @@ def loaded_sources() -> dict[str, str]:
     return {os.path.relpath(file, ROOT): Path(file).read_text() for file in sorted(files)}
 
 
-def stored_hashes(names) -> dict[str, str]:
-    """Return the hashes of those of these files that are there."""
-    return hashes({name: (ROOT / name).read_text() for name in names if (ROOT / name).is_file()})
-
-
 def hashes(sources: dict[str, str]) -> dict[str, str]:
     return {name: text_hash(text)[:8] for name, text in sources.items()}
 

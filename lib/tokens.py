@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.errors import UserError
-from lib.files import read_json
+from lib.hf import config_of
 
 
 def token_bytes(tokenizer) -> list[bytes]:
@@ -70,35 +70,6 @@ def leading_bos(tokenizer) -> int | None:
             f"{'no' if bos is None else 'a'} BOS; correct either, or set bos=none"
         )
     return bos
-
-
-def check_tokenizer(tokenizer, folder):
-    """Raise `UserError` for a tokenizer that lacks its EOS, or gives an added token another id.
-
-    folder  of its tokenizer.json and tokenizer_config.json
-    """
-    # the library numbers added tokens in their order, whatever the files say
-    stored = read_json(folder / "tokenizer.json")["added_tokens"]
-    added = {token["content"]: token["id"] for token in stored}
-    # transformers adds an eos_token that the file lacks, with an id that no model knows
-    eos = tokenizer.eos_token
-    vocab = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
-    if eos not in added and eos not in vocab:
-        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
-    for i, token in config_of(folder).get("added_tokens_decoder", {}).items():
-        added[token["content"]] = int(i)
-    for token, i in added.items():
-        got = tokenizer.convert_tokens_to_ids(token)
-        if got != i:
-            raise UserError(
-                f"{folder}: its files give {token!r} the id {i}, but it is loaded with {got}; "
-                "correct the ids of the added tokens"
-            )
-
-
-def config_of(folder) -> dict:
-    file = folder / "tokenizer_config.json"
-    return read_json(file) if file.is_file() else {}
 
 
 def loss_of(text, result) -> str:

@@ -13,7 +13,7 @@ from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
 from run.provenance import as_in_file
 from run.results import training_facts
-from run.teacher import Teacher, check_vocabulary, load_model, load_teacher
+from run.teacher import check_vocabulary, load_model
 
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
@@ -43,9 +43,6 @@ class Checkpoint(NamedTuple):
                 note(f"{self.name}: {token.content!r} is one token here, plain text in training")
         first = self.tokenizer.eos_token_id if self.bos is None else self.bos
         return [first, *ids]
-
-    def load(self, dtype, device, rows=None) -> Teacher:
-        return load_teacher(self.folder, dtype, device, rows=rows)
 
 
 def open_checkpoint(name) -> Checkpoint:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lib.errors import UserError, note
-from lib.files import read_json
 from lib.head import OutputHead, weight_of
 from lib.hf import find_folder, load_tokenizer
 from lib.torch_setup import mend_compiler
@@ -169,17 +168,12 @@ def check_ids(key, name, tokenizer, may_lack=False):
     may_lack  whether it may lack some of the tokens
     """
     folder = find_folder(name)
-    older = folder / "vocab.json"  # which lacks added tokens
     if str(folder) == tokenizer.name_or_path:
         return  # the tokenizer of the rows itself
-    if (folder / "tokenizer.json").is_file():
-        ids = load_tokenizer(name).get_vocab()
-    elif older.is_file():
-        ids = read_json(older)
-        may_lack = True
-    else:
+    if not (folder / "tokenizer.json").is_file():
         note(f"{key}={name}: no tokenizer.json to compare with that of the rows")
         return
+    ids = load_tokenizer(name).get_vocab()
     for token, index in sorted(tokenizer.get_vocab().items()):
         theirs = ids.get(token)
         if theirs != index and not (may_lack and theirs is None):

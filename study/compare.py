@@ -46,7 +46,7 @@ from lib.errors import UserError
 from lib.files import atomic_write, locked, reading, write_json
 from lib.rows import open_rows
 from lib.settings import PositiveInt, check_fields, literal, parsed
-from lib.source import edited, merged, stored_hashes
+from lib.source import edited, hashes, merged
 from run.provenance import record_hash
 from run.startup import check_config
 from study.record import TRIAL_SEED, changes, find, flops, is_scored, on_record, record_of
@@ -152,7 +152,8 @@ def compare(spec, cfg, choices: dict):
         codes.append(facts.get("code", {}))
         name = facts["name"] if is_scored(s, facts, rows) else None
         students.append({"method": s.methods[0], "seed": s.seed, "name": name})
-    files = edited(*codes, stored_hashes(merged(*codes)))
+    now = {name: (ROOT / name).read_text() for name in merged(*codes) if (ROOT / name).is_file()}
+    files = edited(*codes, hashes(now))
     if files:
         print(
             f"Edited since some of these students were trained: {', '.join(files)}. They count as "

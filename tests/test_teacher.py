@@ -323,7 +323,7 @@ def test_students_of_other_families_learn_resume_and_are_saved(
     assert final_bits(tmp_path / "whole", "alra", 2) == final_bits(tmp_path / "half", "alra", 2)
     for out, dtype in (("whole", torch.float32), ("bf16", torch.bfloat16)):
         opened = open_checkpoint(f"{tmp_path}/{out}/alra")  # checks its weights and shape
-        model = opened.load(torch.float32, torch.device("cpu"))
+        model = load_teacher(opened.folder, torch.float32, torch.device("cpu"))
         check_close(logits(model), transformers_logits(opened.folder))
         saved = AutoModelForCausalLM.from_pretrained(opened.folder, dtype="auto")
         assert saved.dtype == dtype and saved.generation_config.eos_token_id == 0

@@ -1180,12 +1180,7 @@ def mean_loss(method, z_s, z_t, y, n) -> tuple[Tensor, dict[str, Tensor]]:
 def with_given(method, **given) -> Method:
     """Set those keywords of `GIVEN` that the objective has."""
     had = {key: value for key, value in given.items() if key in keywords(method.fn)}
-    return with_keywords(method, **had)
-
-
-def with_keywords(method, **settings) -> Method:
-    """Set keywords of the objective, unchecked."""
-    return method._replace(hyper=method.hyper | settings)
+    return method._replace(hyper=method.hyper | had)
 
 
 def built(method) -> Method:
@@ -1224,7 +1219,7 @@ def resolve(name, /, **overrides) -> Method:
         elif key in keywords(row.term):
             method = method._replace(term=functools.partial(method.term, **changed))
         else:
-            method = with_keywords(method, **changed)
+            method = method._replace(hyper=method.hyper | changed)
     moving = {key: value for key, value in method.moving.items() if key not in overrides}
     if "w_kd" in moving and "w_ce" in overrides:
         raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")

@@ -27,7 +27,6 @@ from losses import (
     mean_loss,
     resolve,
     with_given,
-    with_keywords,
 )
 
 # ----------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def method_at(s, step, cfg) -> Method:
         method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
     if "generator" in method.hyper:
         now["generator"] = seeded_generator(s.name, step, cfg)
-    return with_keywords(method, **now)
+    return method._replace(hyper=method.hyper | now)
 
 
 def seeded_generator(name, step, cfg) -> torch.Generator:
@@ -174,7 +173,7 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
         z_t = teacher and teacher.logits(here)
         for head in heads:
             if head in results:
-                head.method = with_keywords(head.method, batch=results[head][i])
+                head.method = with_given(head.method, batch=results[head][i])
             head.add(here, z_t)
         del z_t
 

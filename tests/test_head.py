@@ -155,7 +155,7 @@ def test_students_with_different_needs_share_the_teachers_logits(of_teacher):
     for name in ("vanilla_kd", "adakd", "alra", "rs_kd"):
         method = methods.make_method(name, Config(seq_len=T))
         if name == "rs_kd":
-            method = losses.with_keywords(method, generator=torch.Generator())
+            method = losses.with_given(method, generator=torch.Generator())
         students.append((h_s, w_s, method))
     methods.head_losses(students, h_t, w_t, y, chunk=2 * T)
     assert of_teacher == [2 * T, 2 * T]

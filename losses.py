@@ -1205,6 +1205,8 @@ def resolve(name, /, **overrides) -> Method:
     row = METHODS[name]
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key, parameter in own_keywords(row.fn, row.term).items():
+        if key in (*kinds, "lr"):
+            raise UserError(f"{name}: {key} is a setting of every method; choose another name")
         kinds[key] = parameter.annotation
         if kinds[key] is parameter.empty:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
@@ -1216,10 +1218,10 @@ def resolve(name, /, **overrides) -> Method:
         changed = {key: checked(f"{name}.{key}", value, kinds[key])}
         if key in ("w_kd", "w_ce"):
             method = method._replace(**changed)
-        elif key in keywords(row.term):
-            method = method._replace(term=functools.partial(method.term, **changed))
-        else:
+        if key in keywords(row.fn):
             method = method._replace(hyper=method.hyper | changed)
+        if key in keywords(row.term):
+            method = method._replace(term=functools.partial(method.term, **changed))
     moving = {key: value for key, value in method.moving.items() if key not in overrides}
     if "w_kd" in moving and "w_ce" in overrides:
         raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")

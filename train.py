@@ -375,8 +375,8 @@ def distil(cfg) -> int:
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     lock = locked(
         Path(cfg.out_dir),
-        f"out_dir={cfg.out_dir}: another train.py is running there (starts.jsonl names its "
-        "host); wait until it ends, or choose another out_dir",
+        f"out_dir={cfg.out_dir}: another train.py is running there; wait until it ends, or choose "
+        "another out_dir",
     )
     with contextlib.ExitStack() as stack:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all

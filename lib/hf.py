@@ -276,7 +276,7 @@ def read_weights(model, folder):
             elif name == embedding:
                 if not torch.equal(source.to(targets[name]), targets[name]):
                     raise UserError(
-                        f"{folder}: lm_head.weight differs from the embedding, though tied to it"
+                        f"{file}: {key}: a second embedding or tied head, which differs"
                     )
             elif name.endswith(".bias") and name not in targets and not source.any():
                 continue

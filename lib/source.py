@@ -106,16 +106,21 @@ def in_order(value: object) -> object:
     """Return a constant whose text is the same in every process."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
+    if isinstance(value, dict):
+        return {key: in_order(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(in_order, value)]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def values_named(fn) -> list[object]:
-    """Return what a function names, by name: globals, attributes of own modules, its closure."""
+    """Return what a function names: globals, attributes of own modules; its closure, defaults."""
     names = names_in(fn.__code__)
     values = [x for name, x in sorted(fn.__globals__.items()) if name in names]
     for module in [x for x in values if isinstance(x, types.ModuleType) and is_own(x)]:
         values += [x for name, x in sorted(vars(module).items()) if name in names]
-    return [*values, *inspect.getclosurevars(fn).nonlocals.values()]
+    values += inspect.getclosurevars(fn).nonlocals.values()
+    return [*values, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
 def names_in(code: types.CodeType) -> set[str]:

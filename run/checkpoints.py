@@ -145,8 +145,9 @@ def check_methods(cfg):
     file = Path(cfg.out_dir, "run.json")
     if not file.is_file():
         return
-    facts = read_json(file, ["config"])
-    methods = facts["config"]["methods"]
+    with reading(file):
+        facts = read_json(file)
+        methods = [*facts["config"]["methods"]]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
         raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")

@@ -60,7 +60,7 @@ def log_histograms(live, teacher, batches: Iterable, run):
         budgets = {key: counts[name, key].tolist() for key in ("d_u_hist", "teacher_d_u_hist")}
         append(out / name / "histograms.jsonl", entry | budgets)
     for key, value in sums.items():
-        entry[key] = value.tolist() if value.ndim else float(value) / n
+        entry[key] = value.tolist() if value.ndim else float(value) / max(n, 1)
     append(out / "teacher.jsonl", entry)
 
 

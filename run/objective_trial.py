@@ -65,11 +65,18 @@ def try_method(method, V, in_parts):
 
 def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     """Return the loss [N] of an objective and its gradient [N, V]; z is [2, N, V]."""
-    method = method._replace(fn=copy.deepcopy(method.fn))  # a call may change a module's buffers
     method = with_given(method, generator=torch.Generator())
+    objective = method.fn
+    if isinstance(objective, nn.Module):
+        # each call begins with these parameters and buffers, so one that keeps more differs
+        state = copy.deepcopy(objective.state_dict())
+
+        def objective(*inputs, **keywords):
+            return torch.func.functional_call(method.fn, state, inputs, keywords)
+
     leaf = z[0].clone().requires_grad_()
     inputs = (leaf.clone(), z[1].clone(), y.clone())  # a leaf may not be changed in place
-    result = method.fn(*inputs, **method.hyper)
+    result = objective(*inputs, **method.hyper)
     loss = getattr(result, "loss", result)
     for name in {*RESERVED, *method.moving}.intersection(getattr(result, "_fields", ())):
         raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
@@ -80,9 +87,7 @@ def loss_and_gradient(method, z, y) -> tuple[Tensor, Tensor]:
     (gradient,) = torch.autograd.grad(loss.sum(), leaf, materialize_grads=True)
     if loss.shape != y.shape or loss[y == IGNORE].any() or gradient[y == IGNORE].any():
         raise UserError("expected [N], 0 where ignored; begin with `enter`, end with `leave`")
-    if isinstance(method.fn, nn.Module):
-        method.fn.requires_grad_(False)
-    result = method.fn(*z, y, **method.hyper)
+    result = objective(*z, y, **method.hyper)
     if getattr(result, "loss", result).requires_grad:
         raise UserError("a parameter would not be trained; docs/editing.md shows one that is")
     return loss.detach(), gradient

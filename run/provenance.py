@@ -3,8 +3,8 @@
 train.py compares records before it resumes a run, study/compare.py finds finished students by them,
 and tables check that their rows can be compared. The record is `made_by` in run.json, in
 checkpoints and in results. It holds every config key but those of FREE, the content of teacher,
-rows and given first weights, and the source of the objective. Other code is not in it: edits of
-that are shown where a run resumes, and under tables (lib/source.py).
+training rows and given first weights, and the source of the objective. Other code is not in it:
+edits of that are shown where a run resumes, and under tables (lib/source.py).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from model import Qwen2Config, student_config
 from run.teacher import inherited, load_shape
 
 # Config keys that do not identify a student as they are. Any other key does, also one of your own.
-# Line 1: the record has what they name. Lines 2 and 3: it has hashes of the rows that they make.
+# Line 1: the record has what they name. Lines 2 and 3: it has a hash of the training rows.
 # Others: they change rounding at most, how far a run goes, or what it writes.
 FREE = """
     methods hyper student student_weights teacher tokenizer resume_from data_dir

@@ -80,7 +80,8 @@ def open_teacher(cfg, rows, val):
 
 def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
-    # texts name devices and paths, which may differ; the others are in what `run_facts` compares
+    # texts name devices and paths, which may differ, are used by one process alone, or are in what
+    # `run_facts` compares
     shared = {key: value for key, value in vars(cfg).items() if not isinstance(value, str)}
     parallel.check_agreement(**shared)
     world = parallel.world()

@@ -15,6 +15,7 @@ import zstandard
 from configure import Config
 from lib.errors import UserError
 from lib.files import atomic_write, read_json
+from lib.rows import read_manifest
 from run.provenance import content_hash, made_by, record_changes, student_changes, student_shape
 from run.results import newest_figures, read_log
 from run.teacher import teacher_flops
@@ -47,9 +48,14 @@ def changes(student: Config, facts: dict) -> dict[str, str]:
 
     A trial must also have been judged by the same rows.
     """
-    keys = ("max_steps", "val_max_rows") if student.seed == TRIAL_SEED else ("max_steps",)
-    steps = [{key: x[key] for key in keys} for x in (facts["config"], vars(student))]
-    return student_changes(facts["made_by"], record_of(student)) | record_changes(*steps)
+    earlier = {"max_steps": facts["config"]["max_steps"]}
+    current = {"max_steps": student.max_steps}
+    if student.seed == TRIAL_SEED:
+        rows = read_manifest(student.data_dir, "val")
+        earlier["val_max_rows"] = facts["config"]["val_max_rows"]
+        earlier["val_sha256"] = (facts["made_by"] | facts).get("val_sha256")  # older: in made_by
+        current |= {"val_max_rows": student.val_max_rows, "val_sha256": rows["sha256"]}
+    return student_changes(facts["made_by"], record_of(student)) | record_changes(earlier, current)
 
 
 def find(student: Config, students: list[dict]) -> dict:

@@ -168,12 +168,14 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     """What its record holds is in test_train.py and test_identity.py."""
     base = world.config(tiny, tmp_path, methods="alra,pd")
 
-    def changes(seed=1, **keys):
+    def changes(seed=1, rows="val2", **keys):
         student = compare.plan_student("alra", base, seed, {})
-        return {*record.changes(dataclasses.replace(student, **keys), on_record_as(student))}
+        facts = on_record_as(student, val_sha256=rows)
+        return {*record.changes(dataclasses.replace(student, **keys), facts)}
 
     assert changes(methods=("alra@x",), val_max_rows=9, out_dir="elsewhere") == set()
-    assert changes(seed=0, val_max_rows=9) == {"val_max_rows"}  # which judge the trial
+    assert changes(rows="val9") == set()
+    assert changes(seed=0, rows="val9", val_max_rows=9) == {"val_max_rows", "val_sha256"}
     assert changes(clip=1.0, max_steps=5) == {"clip", "max_steps"}
 
 

@@ -218,12 +218,13 @@ teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => tensor {WEIGHTS} {NORM} x.int() => \
 {WEIGHTS}: {NORM} is I32; expected weights that are not quantized
 {NEW} => tensor {WEIGHTS} lm_head.weight torch.ones(259,12) => \
-teacher: lm_head.weight differs from the embedding
+{WEIGHTS}: .*: a second embedding or tied head, which differs
 {NEW} => set teacher/config.json quantization_config={{"bits":4}} => \
 teacher: config.json has a quantization_config
 {NEW} => rm teacher/tokenizer.json => teacher: no tokenizer.json
 {NEW} => sed -i s/eos_token/x/ teacher/tokenizer_config.json => \
 teacher: the tokenizer has no eos_tok
+{HALF} => echo '{{"config": {{}}}}' > half/run.json => half/run.json: cannot be used
 {HALF} => set {STEP}/state.json made_by.data_sha256="x" => \
 {STEP}: contains a different run .alra: data_sha256 was .x.
 {HALF} => cd half; rm -r alra/checkpoints; cp -r pretrain/checkpoints alra => \

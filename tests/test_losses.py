@@ -571,6 +571,17 @@ def _remembers():
 TAU = torch.nn.Parameter(torch.ones(()))
 
 
+class Keeps(torch.nn.Module):
+    """A running loss that is no buffer, so that checkpoints lack it."""
+
+    kept = 1.0
+
+    def forward(self, z_s, z_t, y):
+        loss = self.kept * losses.reverse_kl(z_s, z_t, y)
+        self.kept = 0.5 * self.kept
+        return loss
+
+
 LEAVE = r"expected \[N\], 0 where ignored; begin with `enter`, end with `leave`"
 TRIED = [
     (
@@ -580,6 +591,7 @@ TRIED = [
     (lambda z_s, *z: losses.jsd(z_s / TAU, *z), "a parameter would not be trained"),
     (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* random numbers"),
     (_remembers(), "equal calls differ; .* a state"),
+    (Keeps, "equal calls differ; .* a state"),
     (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), "an input is changed in place; write x = x / 2"),
     (lambda *z: (losses.jsd(*z), 1.0), r"expected a loss \[N\], or a NamedTuple of one"),
     (_with_part("lr", torch.ones(3)), "the log has its own 'lr'"),
@@ -587,9 +599,19 @@ TRIED = [
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (lambda z_s, z_t, y, *, tau=1.0: y, "tau has no annotation; write tau: float"),
+    (lambda z_s, z_t, y, *, lr=1.0: y, "lr is a setting of every method; choose another name"),
     (lambda *z: losses.jsd(*z) + 1, LEAVE),
     (lambda *z: losses.jsd(*z).detach(), "with a gradient from z_s"),
 ]
+
+
+def test_a_setting_of_an_objective_and_of_its_term_goes_to_both(monkeypatch):
+    def term(d_s, d_t, *, tau: float = 1.0):
+        pass
+
+    monkeypatch.setitem(METHODS, "both", losses.Method(losses.jsd, {"tau": 3.0}, term=term))
+    method = losses.resolve("both")
+    assert method.hyper == method.term.keywords == {"tau": 3.0}
 
 
 @pytest.mark.parametrize(("fn", "message"), TRIED)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import math
 import re
 import shutil
 from pathlib import Path
@@ -396,6 +397,21 @@ class Late(model_py.StudentAttention):
     def forward(self, x, cos, sin):
         y = super().forward(x, cos, sin)
         return torch.cat((y[:, :32], 2 * y[:, 32:]), 1)
+
+
+def test_a_buffer_of_an_edited_student_has_its_values(monkeypatch):
+    class Sloped(model_py.StudentAttention):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("slope", torch.linspace(1, 2, 3))
+
+    monkeypatch.setattr(model_py, "StudentAttention", Sloped)
+    student = init_student(Qwen2Config(16, 24, 1, 2, 1, vocab_size=61))
+    assert student.layers[0].self_attn.slope.tolist() == [1.0, 1.5, 2.0]
+
+
+def test_a_student_that_has_diverged_is_not_taken_for_an_edited_one():
+    model_py.check_probe([math.nan] * 18, [math.nan] * 18, "edited")
 
 
 class Dropout(model_py.StudentMLP):

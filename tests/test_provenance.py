@@ -33,6 +33,7 @@ from losses import enter, leave
 
 FACTOR = 1.0
 EXTRA = {"a", "b"}
+GROUPS = {"c": {"d", "e"}}
 
 def make(k):
     def inner(x):
@@ -47,7 +48,7 @@ twice = make(2)
 def mine(z_s, z_t, y):
     \"\"\"A docstring.\"\"\"
     z_s, z_t, _, valid = enter(z_s, z_t, y)  # a comment
-    loss = FACTOR * twice(raised(z_s - z_t)) + len(EXTRA)
+    loss = FACTOR * twice(raised(z_s - z_t)) + len(EXTRA) + len(GROUPS)
     return Terms(leave(parts.mean(loss) * m.pi, valid))
 """,
     "parts": """
@@ -61,8 +62,9 @@ class Halved:
     @staticmethod
     def forward(x):
         return half(x)
-def half(x):
-    return x / 2
+BY = 2
+def half(x, by=BY):
+    return x / by
 def logged(fn):
     @wraps(fn)
     def wrapper(x):
@@ -86,13 +88,14 @@ mine => z_s - z_t => z_t - z_s => mine.mine
 mine => FACTOR = 1.0 => FACTOR = 1.5 => mine.mine
 mine => {"a", "b"} => {"a", "c"} => mine.mine
 mine => {"a", "b"} => {"b", "a"}
+mine => {"c": {"d", "e"}} => {"c": {"e", "d"}}
 mine => make(2) => make(3) => mine.make.<locals>.inner
 mine => k * x => k + x => mine.make.<locals>.inner
 mine => import square as => import mean as => parts.square
 parts => x.square() => x.abs() => parts.square
 parts => return fn(x) => return 2 * fn(x) => parts.square
 parts => x.mean(-1) => x.sum(-1) => parts.mean
-parts => x / 2 => x / 3 => parts.half
+parts => BY = 2 => BY = 3 => parts.half
 parts => SHIFT = 0.0 => SHIFT = 1.0 => parts.shift
 parts => loss: Tensor => kd: Tensor => parts.Terms
 mine => A docstring => Another one

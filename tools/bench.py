@@ -28,7 +28,8 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 
-DEFAULTS = ("--teacher=1.8b", "--methods=vanilla_kd")
+TEACHER = "1.8b"
+DEFAULTS = (f"--teacher={TEACHER}", "--methods=alra,vanilla_kd")
 ROUNDS = 5
 
 
@@ -50,7 +51,7 @@ PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 def make_cases(cfg) -> dict:
     """Return name -> function that computes both heads and the loss, for one row."""
-    teacher = student_config(cfg.teacher)
+    teacher = student_config(cfg.teacher or TEACHER)
     student = student_config(cfg.student)
     V = student.vocab_size
     n = cfg.seq_len
@@ -78,7 +79,7 @@ def make_cases(cfg) -> dict:
         "products alone": products,
         "alra, not compiled": partial(fused, make_method("alra", cfg), compile=False),
     }
-    for name in ("alra", *cfg.methods):
+    for name in dict.fromkeys(("alra", *cfg.methods)):
         cases[name] = partial(fused, make_method(name, cfg))
     return cases
 

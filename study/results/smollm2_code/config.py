@@ -53,7 +53,7 @@ part why ALRA is behind here; why it leads without them in results/small is not 
 and 5 came after the others were known, with what was expected of them in LOG.md, on another \
 processor. KL alone had the rate of study/small.py at first, and no trials; ALRA was ahead of it \
 then. It was tried at four rates afterwards, and has new students at the best, all on an Intel \
-Xeon (LOG.md). Four of the nine trials (ALRA at 3e-3 and all of fixed_9) ran on another \
+Xeon (LOG.md). Five of the 14 trials (ALRA at 2.28e-3 and 3e-3, all of fixed_9) ran on another \
 processor; pre-training and ALRA with cross-entropy have rates of study/small.py, and no trials \
 here. The teacher's FLOPs are 5.69e+14; the code of the other students of seeds 4 and 5 left out \
 attention (5.51e+14). Students of 6.9M parameters say nothing about those of 200M.""",

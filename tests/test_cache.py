@@ -59,7 +59,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     load = teacher.load_teacher
 
     def students_only(name, *args, **kwargs):
-        assert not name.startswith(str(world)), "loaded"
+        assert not f"{name}".startswith(f"{world}"), "loaded"
         return load(name, *args, **kwargs)
 
     def results(name, flags):

@@ -106,6 +106,8 @@ def make_student(name, cfg, tokenizer=None, teacher=None) -> Student:
 
     Other optimizers, and parameter groups with an lr of their own, are welcome: `update` multiplies
     each group's initial lr by the schedule.
+
+    teacher  gives its width to the method's `term`, if there is one
     """
     dtype = compute_dtype(cfg)
     model = initial_model(cfg)

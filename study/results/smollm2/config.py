@@ -9,6 +9,7 @@
 # smollm2_code, which came later. There are no trials: the settings are from the first trials of
 # study/small.py.
 
+methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
 data_dir = "data/study_smollm2"
 val_share = 0.1
 hyper = {"alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}, "vanilla_kd@kl": {"lr": 1.32e-3}}
@@ -25,4 +26,5 @@ seed), so labels explain in part why it is behind. No settings were tried here. 
 parameters say nothing about those of 200M.""",
     "seeds": 3,
     "fewer_seeds": {"vanilla_kd@kl": 1, "alra@ce": 1},
+    "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[2:], "alra")),
 }

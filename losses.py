@@ -1210,11 +1210,12 @@ def resolve(name, /, **overrides) -> Method:
         kinds[key] = parameter.annotation
         if kinds[key] is parameter.empty:
             raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-    method = row._replace(hyper={})
-    for key, value in (row.hyper | overrides).items():
+    for key in (*row.moving, *row.hyper, *overrides):
         if key not in kinds:
             hint = did_you_mean(key, kinds)
             raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
+    method = row._replace(hyper={})
+    for key, value in (row.hyper | overrides).items():
         changed = {key: checked(f"{name}.{key}", value, kinds[key])}
         if key in ("w_kd", "w_ce"):
             method = method._replace(**changed)

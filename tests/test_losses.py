@@ -598,6 +598,7 @@ TRIED = [
     (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
+    (losses.Method(losses.jsd, moving={"bet": float}), "takes no bet; .*, did you mean beta"),
     (lambda z_s, z_t, y, *, tau=1.0: y, "tau has no annotation; write tau: float"),
     (lambda z_s, z_t, y, *, lr=1.0: y, "lr is a setting of every method; choose another name"),
     (lambda *z: losses.jsd(*z) + 1, LEAVE),

@@ -635,8 +635,8 @@ def read_shape(path) -> tuple[dict, str | None]:
 
         read = FIELDS - {"qk_norm"} | {"model_type", "rope_parameters", "sliding_window"}
         known = {key: value for key, value in values.items() if key in read}
-        checked("num_hidden_layers", values.get("num_hidden_layers", 0), Layers)  # a loop there
-        # the class changes what it is given
+        # the class lists the kind of each layer, and changes what it is given
+        checked("num_hidden_layers", values.get("num_hidden_layers", 0), Layers)
         complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
         ours = AutoConfig.for_model(**known).to_dict()
     for key, value in complete.items():

@@ -23,7 +23,7 @@ import eval as ev
 import train
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
-from lib.stats import estimate, with_half
+from lib.stats import estimate, holm, with_half
 from model import Qwen2Config
 from run import provenance
 from run.provenance import content_hash, made_by, record_hash
@@ -31,7 +31,7 @@ from run.startup import check_config
 from study import compare, record
 from study import report as reports
 from tests import world
-from tests.world import ROOT, refusal
+from tests.world import ROOT, read_table, refusal
 
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
@@ -58,6 +58,21 @@ def at_the_root(monkeypatch):
 
 def Spec(**changes):
     return compare.Spec(**{"out": Path("out")} | changes)
+
+
+# 0.04 becomes no less than 2 * 0.03
+HOLM = """
+[0.01, 0.04, 0.03, 0.005] => [0.03, 0.06, 0.06, 0.02]
+[NaN, 0.4, 0.7] => [NaN, 0.8, 0.8]
+[0.9, 0.6] => [1.0, 1.0]
+[] => []
+"""
+
+
+@pytest.mark.parametrize(("ps", "corrected"), read_table(HOLM))
+def test_holm(ps, corrected):
+    p = pd.Series(json.loads(ps), dtype=float)
+    assert [*holm(p)] == pytest.approx(json.loads(corrected), nan_ok=True)
 
 
 # --- what is planned

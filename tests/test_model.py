@@ -124,7 +124,7 @@ hidden_size=null => hidden_size
 layer_types=["sliding_attention", "full_attention", "full_attention"] => layer_types=
 rope_scaling={"full_attention": {"rope_type": "default"}} => rope scaling
 logit_scale=0.5 => logit_scale=0.5, expected None
-num_hidden_layers=1001 => num_hidden_layers=1001: expected int 0 to 1,000
+num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0 to 1,000
 """
 
 
@@ -368,6 +368,18 @@ def test_fp32_products_and_convolutions_do_without_tf32_on_a_gpu():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     importlib.reload(lib.torch_setup)
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+def test_the_reference_logits_are_those_of_transformers(tmp_path):
+    decoder = Qwen2(model_py.REFERENCE_SHAPE)
+    weights = {}
+    for name, p in decoder.state_dict().items():
+        weights[name] = torch.arange(p.numel()).sin().view(p.shape)
+    decoder.load_state_dict(weights)
+    decoder.save_pretrained(tmp_path / "m")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    z = theirs(torch.arange(1024)[None] % 64).logits[0, -2:, 0]
+    assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-4, atol=0)
 
 
 def gelu(self, x):

@@ -43,6 +43,11 @@ def record_of(student: Config) -> dict:
     return made_by(student, student.methods[0])
 
 
+@cache
+def held_out(data_dir) -> str:
+    return read_manifest(data_dir, "val")["sha256"]
+
+
 def changes(student: Config, facts: dict) -> dict[str, str]:
     """Return a phrase for each fact in which a student differs from one on record.
 
@@ -51,10 +56,9 @@ def changes(student: Config, facts: dict) -> dict[str, str]:
     earlier = {"max_steps": facts["config"]["max_steps"]}
     current = {"max_steps": student.max_steps}
     if student.seed == TRIAL_SEED:
-        rows = read_manifest(student.data_dir, "val")
         earlier["val_max_rows"] = facts["config"]["val_max_rows"]
         earlier["val_sha256"] = (facts["made_by"] | facts).get("val_sha256")  # older: in made_by
-        current |= {"val_max_rows": student.val_max_rows, "val_sha256": rows["sha256"]}
+        current |= {"val_max_rows": student.val_max_rows, "val_sha256": held_out(student.data_dir)}
     return student_changes(facts["made_by"], record_of(student)) | record_changes(earlier, current)
 
 

@@ -59,8 +59,8 @@ So labels explain in part why ALRA is behind here; why it leads without them in 
 not known. Seeds 4 and 5 came after the others were known, on another processor; so did the \
 students of KL alone, tried at four rates, and then those of ALRA at 2.28e-3 (LOG.md has what was \
 expected of each). Vanilla KD and fixed_9 have no trial at 2.28e-3. Five of the 14 trials (ALRA \
-at 2.28e-3 and 3e-3, all of fixed_9) ran on another processor; pre-training and ALRA with cross- \
-entropy have rates of study/small.py, and no trials here. Students ran on one thread or two; \
+at 2.28e-3 and 3e-3, all of fixed_9) ran on another processor; pre-training and ALRA with \
+cross-entropy have rates of study/small.py, and no trials here. Students ran on one thread or two; \
 older records have no hashes of code. The teacher's FLOPs are 5.69e+14; the code of the other \
 students of seeds 4 and 5 left out attention (5.51e+14). Students of 6.9M parameters say nothing \
 about those of 200M.""",

@@ -18,7 +18,7 @@ hyper = {
 _compare = {
     "out": "out/study_smollm2_trials",
     "title": "The search for the rates of study B",
-    "summary": "The rates of results/smollm2_code are those of the best trials.",
+    "summary": "The rates of results/smollm2_code are those of the best trials, but alra@faster's.",
     "seeds": 1,
     "fewer_seeds": dict.fromkeys(methods[1:], 0),
     "trial_steps": 250,

@@ -630,14 +630,9 @@ def jsd(
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
     log_q, log_p, valid = _log_probabilities(z_s, z_t, y, tau)
-    log_odds = math.log(beta) - math.log1p(-beta)
-    x = log_p - log_q + log_odds  # ln of beta p over (1 - beta) q
-    # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x). As p sums to
-    # 1, the constants may be added as a multiple of p: then each summand is 0 where p = q.
-    constant = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-    teacher_part = log_p.exp() * (constant - beta * F.softplus(-x))
-    student_part = log_q.exp() * (1 - beta) * F.softplus(x)
-    return leave((teacher_part - student_part).sum(-1), valid)
+    teacher_part = beta * _skew_kl(log_p, log_q, beta)
+    student_part = (1 - beta) * _skew_kl(log_q, log_p, 1 - beta)
+    return leave(teacher_part + student_part, valid)
 
 
 def tvd(z_s, z_t, y) -> Tensor:
@@ -1139,8 +1134,8 @@ def method_loss(
 def position_weight(z_s, z_t, y) -> Tensor | float:
     """Return the weight of each position in the loss of every method, [N]; here 1.
 
-    Arguments are those of an objective, without a gradient. `z_t` is None for a method without a
-    teacher. The logged `loss` has the weights, its terms have not.
+    Arguments are those of an objective, without a gradient. `z_t` is None where the objective is
+    `cross_entropy`. The logged `loss` has the weights, its terms have not.
     """
     return 1.0
 
@@ -1162,14 +1157,15 @@ def mean_loss(method, z_s, z_t, y, n) -> tuple[Tensor, dict[str, Tensor]]:
     ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
     terms = {"ce": ce}
-    if method.fn is not cross_entropy:
+    if method.fn is cross_entropy:
+        z_t = None  # which the run may have for other students
+    else:
         result = method.fn(z_s, z_t, y, **method.hyper)
         parts = {"loss": result} if isinstance(result, Tensor) else result._asdict()
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
         terms = {"kd": kd, **terms, **parts}
-    weight = position_weight(z_s.detach(), z_t if method.has_teacher else None, y)
-    loss = leave(weight * loss, valid)
+    loss = leave(position_weight(z_s.detach(), z_t, y) * loss, valid)
     sums = {}
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lib.vocab import IGNORE
-
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -66,11 +64,6 @@ def weight_of(head: Tensor | OutputHead) -> Tensor:
     return getattr(head, "weight", head)
 
 
-def logits(h, w, head: Tensor | OutputHead) -> Tensor:
-    """Return the logits [N, V] of h [N, D] and a head, whose weight is w, cast for `mm`."""
-    return mm(h, w.t()) if isinstance(head, Tensor) else head.logits(h, w)
-
-
 def soft_cap(z: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(z / cap), in the memory of z."""
     return z.div_(cap).tanh_().mul_(cap)
@@ -79,21 +72,22 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
 class Head:
     """A model's last hidden states and head weight, cast for `mm`. To be used under `no_grad`.
 
-    h, w    [B * T, D], [V, D]; h is 0 at ignored positions, so that no NaN there reaches dw
+    h, w    [N, D], [V, D] in the dtype of the hidden states; on the CPU in fp32 or wider
     inputs  hidden states and weight as given, with their graph
     """
 
-    def __init__(self, h, head, y):
-        """Take hidden states [B, T, D], weight [V, D] or `OutputHead`, and labels [B * T]."""
+    def __init__(self, h, head):
+        """Take hidden states [.., D], of N positions in all, and weight [V, D] or `OutputHead`."""
+        dtype = h.dtype if h.is_cuda else torch.promote_types(h.dtype, torch.float32)
         self.head = head
         self.inputs = (h, weight_of(head))
-        h = h.flatten(0, 1).masked_fill((y == IGNORE)[:, None], 0.0)
-        self.h = operand(h, h.dtype)
-        self.w = operand(weight_of(head), h.dtype)
+        self.h = h.flatten(0, -2).to(dtype)
+        self.w = weight_of(head).to(h.dtype).to(dtype)
 
-    def logits(self, here) -> Tensor:
-        """Return the logits [N, V] of the positions `here`, a slice of B * T."""
-        return logits(self.h[here], self.w, self.head)
+    def logits(self, here=slice(None)) -> Tensor:
+        """Return the logits [n, V] of the positions `here`, a slice or indices of N; of all."""
+        h = self.h[here]
+        return mm(h, self.w.t()) if isinstance(self.head, Tensor) else self.head.logits(h, self.w)
 
 
 class AttachGradients(torch.autograd.Function):
@@ -110,14 +104,6 @@ class AttachGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return None, None, *(gradient.mul_(g) for gradient in ctx.saved_tensors)
-
-
-def operand(x: Tensor, dtype) -> Tensor:
-    """Cast hidden states or a head for `mm`: to `dtype`, on the CPU to fp32 or wider."""
-    x = x.to(dtype)
-    if x.is_cuda:
-        return x
-    return x.to(torch.promote_types(dtype, torch.float32))
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

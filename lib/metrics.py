@@ -7,7 +7,6 @@ the same matrix product as in training (lib/head.py).
 Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lib import vocab
-from lib.head import OutputHead, logits, operand, weight_of
+from lib.head import Head, OutputHead
 from lib.vocab import IGNORE
 
 BINS = 15  # of the calibration error
@@ -83,29 +82,21 @@ def sums_by_part(
     _, head = students[0]
     step = max(MIN_POSITIONS, N_LOGITS[head.device.type] // len(head))
     sums = [{} for _ in students]
-    cast = functools.cache(operand)  # a head that must be cast is cast once
     for part_of, x, y, h_t in batches:
         labelled = (y != IGNORE).flatten().nonzero()[:, 0]  # indices; a GPU synchronises here
-        states = [(hidden(x).flatten(0, 1), head) for hidden, head in students]  # [B * T, D]
+        heads = [Head(hidden(x), head) for hidden, head in students]
+        teacher_head = None if head_t is None else Head(h_t, head_t)
         for positions in labelled.split(step):  # [N]; one without any if there are none
             part = part_of.flatten()[positions]  # [N]
             label = y.flatten()[positions]  # [N]
-            teacher = None
-            if head_t is not None:
-                z_t = logits_of(h_t.flatten(0, 1)[positions], head_t, cast)
-                teacher = _predict(z_t, label)
-            for (h, head), into in zip(states, sums, strict=True):
-                student = _predict(logits_of(h[positions], head, cast), label)
+            teacher = teacher_head and _predict(teacher_head.logits(positions), label)
+            for head, into in zip(heads, sums, strict=True):
+                student = _predict(head.logits(positions), label)
                 for key, values in _summands(student, label, teacher, n_bytes).items():
                     if key not in into:
-                        into[key] = h.new_zeros(n_parts, *values.shape[1:], dtype=torch.float64)
+                        into[key] = label.new_zeros(n_parts, *values.shape[1:], dtype=torch.float64)
                     into[key].index_add_(0, part, values.double())
     return sums
-
-
-def logits_of(h: Tensor, head: Tensor | OutputHead, cast: Callable = operand) -> Tensor:
-    """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
-    return logits(operand(h, h.dtype), cast(weight_of(head), h.dtype), head)
 
 
 def _predict(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

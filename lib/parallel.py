@@ -178,7 +178,7 @@ def local(t: Tensor) -> Tensor:
 
 def full_tensor(t: Tensor) -> Tensor:
     """Return all of a tensor, on every process."""
-    return t.full_tensor() if is_sharded(t) else t
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def distribute_like(t: Tensor, like: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from lib.device import gib
 from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import all_finite, checkpoints_in, find_folder, tensors_hash
-from lib.source import ROOT, edited, hashes, loaded_sources, merged, write_snapshot
+from lib.source import edited, hashes, loaded_sources, merged, write_snapshot
 from model import Qwen2
 from run.log import say
 from run.provenance import file_hash, record_changes, student_changes
@@ -199,7 +199,6 @@ def say_edits(state, run):
     """
     earlier = state.get("code", {})  # an older version recorded none
     changes = edited(earlier, hashes(loaded_sources()))
-    changes += [f"{name} (gone)" for name in earlier if not (ROOT / name).is_file()]
     changes += record_changes(state["versions"], run.facts["versions"]).values()
     held_out = run.facts["val_sha256"]
     if state.get("val_sha256", held_out) != held_out:  # an older version recorded none

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lib import parallel
-from lib.metrics import logits_of, pick
+from lib.head import Head
+from lib.metrics import pick
 from lib.vocab import IGNORE
 from run.log import append
 from run.methods import method_at
@@ -44,10 +45,10 @@ def log_histograms(live, teacher, batches: Iterable, run):
         for x, y, _, h_t in batches:
             labels = y.flatten()
             valid = labels != IGNORE
-            z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
+            z_t = Head(h_t, teacher.head).logits()  # [N, V]
             sums.update(_teacher_sums(z_t[valid], labels[valid]))  # adds
             for name, hidden, head, method in students:
-                z_s = logits_of(hidden(x).flatten(0, 1), head)
+                z_s = Head(hidden(x), head).logits()
                 for key, z in (("d_u_hist", z_s), ("teacher_d_u_hist", z_t)):
                     result = method.fn(z, z_t, labels, **method.hyper)
                     n_bins = result.tokens.shape[1] + 1

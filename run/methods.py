@@ -122,7 +122,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     while len(y) % n:  # as many in each pass: one shape, which compiles once
         n -= size
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
-        teacher = None if h_t is None else Head(h_t, w_t, y)
+        teacher = None if h_t is None else Head(h_t, w_t)
         heads = [
             HeadLoss(h, w, with_given(method, batch=size), y, n_valid, compile)
             for h, w, method in students
@@ -192,7 +192,9 @@ class HeadLoss(Head):
     """
 
     def __init__(self, h, w, method, y, n_valid, compile):
-        super().__init__(h, w, y)
+        super().__init__(h, w)
+        # so that no NaN at an ignored position reaches dw
+        self.h = self.h.masked_fill((y == IGNORE)[:, None], 0.0)
         self.gradients = [torch.zeros_like(self.h), None]
         self.loss = 0.0
         self.sums = Counter()

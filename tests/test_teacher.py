@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 import eval as ev
 import train
 from lib.files import write_json
+from lib.head import Head
 from lib.hf import load_tokenizer, weights_hash
-from lib.metrics import logits_of
 from losses import METHODS
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.methods import head_losses
@@ -132,7 +132,7 @@ def transformers_logits(folder):
 
 def logits(model, ids=IDS):
     h = model.hidden(ids)
-    return logits_of(h.flatten(0, 1), model.head).view(*ids.shape, V)
+    return Head(h, model.head).logits().view(*ids.shape, V)
 
 
 def check_close(ours, expected):
@@ -448,9 +448,9 @@ def test_several_teachers_are_the_mean_of_their_probabilities(tiny, make, tmp_pa
     capped = make("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8})
     names = [f"{tiny}/teacher", capped, f"{padded}"]
     teacher = load(",".join(names))
-    z = logits_of(teacher.hidden(IDS).flatten(0, 1), teacher.head)
+    z = Head(teacher.hidden(IDS), teacher.head).logits()
     one_by_one = [load(name) for name in names]
-    zs = [logits_of(t.hidden(IDS).flatten(0, 1), t.head[:V]) for t in one_by_one]
+    zs = [Head(t.hidden(IDS), t.head[:V]).logits() for t in one_by_one]
     mean = sum(each.double().softmax(-1) for each in zs) / 3
     assert_close(z.double().exp(), mean, rtol=1e-5, atol=1e-12)
 

@@ -36,7 +36,7 @@ import torch
 
 from lib.errors import UserError
 from lib.files import read_lines, write_lines
-from lib.metrics import logits_of
+from lib.head import Head
 from losses import default_settings, resolve
 from run.log import LOGGED
 from run.paper_numbers import NAMES
@@ -295,7 +295,8 @@ def choices(text, folder) -> list[dict]:
     check_content(teacher, "teacher_sha256", content_hash(teacher), c.run)
     ids = torch.tensor(c.encode(text))
     models = load_model(c.folder), load_model(teacher)
-    z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head)[:, : c.n_vocab] for m in models)
+    heads = [Head(model.hidden(ids[None, :-1]), model.head) for model in models]
+    z_s, z_t = (head.logits()[:, : c.n_vocab] for head in heads)
     fn = resolve(c.run["method"]).fn
     terms = fn(z_s, z_t, ids[1:], **{key: hyper[key] for key in default_settings(fn)})
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))

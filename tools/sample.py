@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 import torch
 
-from lib.metrics import logits_of
+from lib.head import Head
 from run.results import has_model, students_of
 from run.saved_models import Checkpoint, open_checkpoint
 from run.teacher import load_model
@@ -49,8 +49,8 @@ def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
     model = load_model(c.folder)
     n_most = min(len(ids) + args.tokens, c.context + 1)
     while len(ids) < n_most:
-        h = model.hidden(torch.tensor([ids]))[0, -1:]  # [1, D]
-        z = logits_of(h, model.head)[0]  # [V]
+        h = model.hidden(torch.tensor([ids]))
+        z = Head(h[:, -1:], model.head).logits()[0]  # [V]
         token = z.argmax()
         if args.temperature:
             token = torch.multinomial((z.double() / args.temperature).softmax(-1), 1)

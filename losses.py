@@ -1106,7 +1106,7 @@ METHODS: dict[str, Method] = {
 # ----------------------------------------------------------------------------------------------
 # calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
-GIVEN = ("n_sequences", "generator", "batch")  # keywords that the caller sets
+GIVEN = ("n_vocab", "n_sequences", "generator", "batch")  # keywords that the caller sets
 # what people may mean by a name that is not in `METHODS`
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
@@ -1123,7 +1123,8 @@ def method_loss(
 
     An objective that is a module is made anew by each call. To keep one, call it in its place.
     """
-    method = with_given(built(resolve(name, **settings)), n_sequences=n_sequences)
+    method = with_given(resolve(name, **settings), n_vocab=z_s.shape[1], n_sequences=n_sequences)
+    method = built(method)
     if method.has_teacher and z_t is None:
         raise UserError("z_t: this method needs teacher logits, got None")
     n_valid = (y != IGNORE).sum().clamp(min=1)
@@ -1152,14 +1153,16 @@ def mean_loss(method, z_s, z_t, y, n) -> tuple[Tensor, dict[str, Tensor]]:
     A cross-entropy of constant weight 0 is logged, and costs no gradient.
     """
     valid = y != IGNORE
+    settings = {}
+    if method.fn is cross_entropy:
+        settings = method.hyper
+        z_t = None  # which the run may have for other students
     # a weight that changes in training is a tensor
     ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0
-    ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
+    ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y, **settings)  # [N]
     loss = method.w_ce * ce
     terms = {"ce": ce}
-    if method.fn is cross_entropy:
-        z_t = None  # which the run may have for other students
-    else:
+    if method.fn is not cross_entropy:
         result = method.fn(z_s, z_t, y, **method.hyper)
         parts = {"loss": result} if isinstance(result, Tensor) else result._asdict()
         kd = parts.pop("loss")  # [N]
@@ -1194,11 +1197,11 @@ def resolve(name, /, **overrides) -> Method:
 
     Raises `UserError` for an unknown method, setting or value, also of the row itself.
     """
-    name = name.partition("@")[0]
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS, HINTS) or "."
-        raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
-    row = METHODS[name]
+    row_name = name.partition("@")[0]
+    if row_name not in METHODS:
+        hint = did_you_mean(row_name, METHODS, HINTS) or "."
+        raise UserError(f"no such method {row_name!r}{hint} Known methods: {', '.join(METHODS)}")
+    row = METHODS[row_name]
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key, parameter in own_keywords(row.fn, row.term).items():
         if key in (*kinds, "lr"):

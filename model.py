@@ -44,6 +44,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lib import parallel
 from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
+from lib.head import Head
 from lib.hf import MERGE, check_weights, find_folder, read_weights, save_folder
 from lib.settings import Positive, PositiveInt, check_fields, checked
 
@@ -362,8 +363,11 @@ class Qwen2(nn.Module):
         return (self.lm_head or self.model.embed_tokens).weight
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return the logits, in the dtype of the weights, [B, T] -> [B, T, V]."""
-        return F.linear(self.hidden(idx), self.head)
+        """Return the logits in fp32, [B, T] -> [B, T, V].
+
+        Training calls `hidden` and `head`, so that an edit of the logits belongs there.
+        """
+        return Head(self.hidden(idx), self.head).logits().unflatten(0, idx.shape)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -471,7 +475,7 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.ndim == 2:
+            if p.ndim > 1:
                 p.normal_(0.0, INIT_STD, generator=generator)
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -556,7 +560,7 @@ def check_probe(logits: list[float], expected: list[float], message, tolerance=1
         z, z_expected = torch.tensor([logits[part], expected[part]]).nan_to_num()
         if not is_near(z, z_expected, limit):
             error = (z - z_expected).norm() / z_expected.norm()
-            raise UserError(f"{message} (its logits differ by {error:.1%})")
+            raise UserError(f"{message} (relative error of its logits: {error:.0e})")
 
 
 def is_near(x, expected, tolerance) -> bool:

@@ -83,8 +83,9 @@ def read_rows(rows, steps: Iterable[int], cfg):
     shuffle_seed = cfg.seed if cfg.shuffle else None
     for step in steps:
         order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
-        # [processes, micro-batches, rows]
-        for index in order.reshape(parallel.world(), -1, cfg.micro_batch)[parallel.rank()]:
+        world = parallel.world()
+        n_micro = cfg.batch_rows // cfg.micro_batch // world
+        for index in order.reshape(world, n_micro, cfg.micro_batch)[parallel.rank()]:
             yield *rows.batch(index, torch.device(cfg.device)), index
 
 
@@ -115,7 +116,7 @@ def make_student(name, cfg, tokenizer=None, teacher=None) -> Student:
         mask_documents(model, cfg.student, tokenizer.eos_token_id)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)  # for the initial weights of the method's modules
-    method = make_method(name, cfg)
+    method = make_method(name, cfg, len(model.head))
     extras = nn.ModuleDict()
     if isinstance(method.fn, nn.Module):
         extras["objective"] = method.fn
@@ -136,9 +137,9 @@ def make_student(name, cfg, tokenizer=None, teacher=None) -> Student:
 
     decayed = {"params": [], "weight_decay": cfg.weight_decay}
     others = {"params": [], "weight_decay": 0.0}
-    for p in (*model.parameters(), *extras.parameters()):
+    for key, p in (*model.named_parameters(), *extras.named_parameters()):
         group = decayed if cfg.decay_1d or p.ndim > 1 else others
-        group["params"].append(p)
+        group["params"].append((key, p))  # checkpoints hold the names
     betas = (cfg.beta1, cfg.beta2)
     groups = [decayed] if cfg.decay_1d else [decayed, others]
     optimizers = [torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)]
@@ -195,9 +196,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     n_processes = parallel.world()
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
-    for _ in range(n_micro // n_processes):
+    for i in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
+        h_s = []
+        for s in students:
+            # of models that draw random numbers, as for dropout
+            torch.manual_seed(hash((cfg.seed, step, parallel.rank(), i)))
+            h_s.append(s.model.hidden(x, cfg.recompute, s.dtype))
         heads = [s.model.head for s in students]  # `hidden` gathers a sharded head
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, with the logits of some positions at a time

@@ -177,7 +177,7 @@ def reading(path: Path | str, remedy=REMEDY):
         raise
     except Exception as error:  # each kind of broken file has an error of its own
         raise UserError(
-            f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}"
+            f"{path}: cannot be used ({type(error).__name__}: {first_line(error):.300}); {remedy}"
         ) from error
 
 

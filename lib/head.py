@@ -79,10 +79,11 @@ class Head:
     def __init__(self, h, head):
         """Take hidden states [.., D], of N positions in all, and weight [V, D] or `OutputHead`."""
         dtype = h.dtype if h.is_cuda else torch.promote_types(h.dtype, torch.float32)
+        weight = head if isinstance(head, Tensor) else head.weight
         self.head = head
-        self.inputs = (h, weight_of(head))
+        self.inputs = (h, weight)
         self.h = h.flatten(0, -2).to(dtype)
-        self.w = weight_of(head).to(h.dtype).to(dtype)
+        self.w = weight.to(h.dtype).to(dtype)
 
     def logits(self, here=slice(None)) -> Tensor:
         """Return the logits [n, V] of the positions `here`, a slice or indices of N; of all."""

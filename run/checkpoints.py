@@ -415,7 +415,8 @@ def load_checkpoint(path, state, s, run):
     state  the checkpoint's state.json as process 0 has read it
     """
     check_files(path, state)
-    with reading(path, "its student had other parameters or extras; choose another checkpoint"):
+    remedy = "restore the edit of model, extras or optimizer, or choose another checkpoint"
+    with reading(path, remedy):
         saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
         if isinstance(s.model, Qwen2):
             weights = safetensors.torch.load_file(path / MODEL)
@@ -449,6 +450,9 @@ def load_optimizer(optimizer, saved):
     parameters = []
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         parameters += group["params"]
+        names = group.get("param_names")  # yours may have none, like an older version
+        if old.get("param_names", names) != names:
+            raise ValueError("the optimizer had other parameters, or in another order")
         for key, value in old.pop("initial").items():
             if old[key] == value:
                 old[key] = group[key]

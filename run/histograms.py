@@ -17,7 +17,7 @@ from lib.metrics import pick
 from lib.vocab import IGNORE
 from run.log import append
 from run.methods import method_at
-from run.students import hidden_and_head
+from run.students import evaluating
 
 
 @torch.no_grad()
@@ -36,12 +36,12 @@ def log_histograms(live, teacher, batches: Iterable, run):
     cfg = run.cfg
     sums = Counter()
     counts = Counter()
-    with parallel.gathered_roots(s.scored for s in live):
+    with evaluating(live) as models:
         students = []
-        for s in live:
+        for s, model in zip(live, models, strict=True):
             result_type = inspect.signature(s.method.fn).return_annotation
             if hasattr(result_type, "d_u") and hasattr(result_type, "tokens"):  # as in AlraTerms
-                students.append((s.name, *hidden_and_head(s), method_at(s, run.step, cfg)))
+                students.append((s.name, *model, method_at(s, run.step, cfg)))
         for x, y, _, h_t in batches:
             labels = y.flatten()
             valid = labels != IGNORE

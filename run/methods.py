@@ -62,10 +62,11 @@ def compute_dtype(cfg) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def make_method(name, cfg) -> Method:
-    """Return a student's method with the settings of its config."""
-    method = built(resolve(name, **cfg.overrides_of(name)))
-    return with_given(method, n_sequences=cfg.group, generator=None)  # `method_at` puts one there
+def make_method(name, cfg, n_vocab: int) -> Method:
+    """Return a student's method with the settings of its config, for a vocabulary of `n_vocab`."""
+    method = resolve(name, **cfg.overrides_of(name))
+    given = {"n_vocab": n_vocab, "n_sequences": cfg.group}
+    return built(with_given(method, **given, generator=None))  # `method_at` puts one there
 
 
 def method_at(s, step, cfg) -> Method:

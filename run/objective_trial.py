@@ -31,6 +31,9 @@ def check_settings(name, V: int, in_parts=True, /, **overrides):
             try_method(method, V, in_parts)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
+        except Exception as error:
+            error.add_note(f"In the trial of {name} on a few positions, before training.")
+            raise
 
 
 def try_method(method, V, in_parts):
@@ -39,7 +42,10 @@ def try_method(method, V, in_parts):
     Settings that change during a run have their values halfway.
     """
     halfway = {key: f(0.5) for key, f in method.moving.items() if key != "w_kd"}
-    method = built(method._replace(hyper=method.hyper | halfway, w_kd=1.0, w_ce=0.0))
+    method = method._replace(hyper=method.hyper | halfway, w_kd=1.0, w_ce=0.0)
+    method = built(with_given(method, n_vocab=V))
+    modules = [*method.fn.modules()] if isinstance(method.fn, nn.Module) else []
+    attributes = str([*map(vars, modules)])
     generator = torch.Generator().manual_seed(0)
     N = 2 * max(4, min(16, 2**19 // V))
     z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
@@ -54,6 +60,8 @@ def try_method(method, V, in_parts):
     loss_and_gradient(method, -z, y)  # if it remembers these logits, the next call differs
     if not torch.equal(loss, loss_and_gradient(method, z, y)[0]):
         raise UserError("equal calls differ; docs/editing.md shows a state, and random numbers")
+    if str([*map(vars, modules)]) != attributes:
+        raise UserError("an attribute has changed; docs/editing.md shows a state: a buffer")
     kept = y != IGNORE
     if "generator" not in keywords(method.fn):  # draws may depend on the number of positions
         loss_of_kept, _ = loss_and_gradient(method, z[:, kept], y[kept])

@@ -1,10 +1,11 @@
 """A student during training, and how far its run has come."""
 
+import contextlib
 import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,13 @@ from model import Qwen2
 from run.provenance import record_hash
 
 
-@dataclass
+@dataclass(slots=True)
 class Student:
-    """One method's weights and optimizer, and what is logged about them."""
+    """One method's weights and optimizer, and what is logged about them.
+
+    A module of your own, such as an average of the weights, goes into `extras` or is `scored`:
+    checkpoints hold both.
+    """
 
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2  # or a `Foreign` (run/transformers_models.py)
@@ -39,10 +44,11 @@ class Student:
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
+    state: dict[str, Tensor] = field(init=False)  # buffers of the objective, kept between updates
+    trained: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self):
         self.scored = self.scored or self.model
-        # buffers of the objective, which it carries from one update to the next
         is_module = isinstance(self.method.fn, nn.Module)
         self.state = dict(self.method.fn.named_buffers()) if is_module else {}
         self.trained = [*self.model.parameters(), *self.extras.parameters()]
@@ -115,12 +121,17 @@ def n_validated(val, cfg) -> int:
     return min(val.n, cfg.val_max_rows or val.n)
 
 
-def hidden_and_head(s) -> metrics.Model:
-    """Return the pair (hidden, head) that lib/metrics.py expects.
+@contextlib.contextmanager
+def evaluating(students: list[Student]) -> Iterator[list[metrics.Model]]:
+    """Yield each student's pair (hidden, head), which lib/metrics.py expects.
 
-    Call inside `gathered_roots`; otherwise a sharded head is incomplete.
+    Inside, models are in evaluation, so without dropout, and sharded heads are gathered.
     """
-    return functools.partial(s.scored.hidden, dtype=s.dtype), s.scored.head
+    models = [s.scored.eval() for s in students]
+    with parallel.gathered_roots(models):
+        yield [(functools.partial(s.scored.hidden, dtype=s.dtype), s.scored.head) for s in students]
+    for model in models:
+        model.train()
 
 
 def student_facts(s, run) -> dict:

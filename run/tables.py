@@ -18,13 +18,12 @@ from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.paper_numbers import NAMES, UPDATES, paper_rows
-from run.provenance import record_changes
+from run.provenance import OLDER, record_changes
 from run.results import read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.
 VARIES = ("methods", "hyper", "moving", "source", "shape")
 PER_SEED = ("seed", "init_sha256", "order_sha256")
-OLDER = ("code", "objective", "state")  # of older versions: hashes of code
 
 
 def check_comparable(results):

@@ -82,10 +82,17 @@ class CachedTeacher:
 
     head: Tensor | OutputHead
     states: dict[Rows, States]
+    is_checked: bool = False  # whether the first inputs were those of the stored rows
     is_stored = True
 
     def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
         """Return the stored hidden states [B, T, D] of rows `index`, whose inputs are x [B, T]."""
+        if not self.is_checked and not torch.equal(x, rows.batch(index, x.device)[0]):
+            raise UserError(
+                "teacher_cache=True: inputs are not the stored rows; change them for the students "
+                "alone, after the teacher has seen them, or set teacher_cache=False"
+            )
+        self.is_checked = True
         states = self.states[rows]
         values = states.values[index]
         bad = index[states.checksums(index, values) != states.sums[index]]

@@ -5,7 +5,7 @@ import torch
 
 from lib import metrics, parallel
 from lib.vocab import IGNORE
-from run.students import hidden_and_head, n_validated
+from run.students import evaluating, n_validated
 
 # the name in the log -> the key in what metrics.figures returns
 VALIDATION_FIGURES = {
@@ -25,8 +25,7 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
     """
     n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.scored for s in live):  # gathers heads that are sharded
-        models = [hidden_and_head(s) for s in live]
+    with evaluating(live) as models:
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.sums_by_part(models, head_t, batches, n_rows)  # a part is a row here
     validated = {}

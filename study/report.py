@@ -48,28 +48,32 @@ teacher alone). docs/running.md explains them.
 
 
 def read(out) -> tuple:
-    """Return the plan, its students, other students, and lines on those without a result."""
+    """Return the plan, its students and others; lines on those without a result, or shorter."""
     remedy = "run the same command without --report"
     plan = read_json(out / "plan.json", remedy=remedy)
     others = {x["name"]: x for x in read_students(out) if x["seed"] != TRIAL_SEED}
     found = dict(others)
     students = []
     failed = []
+    shorter = []
     for x in plan["students"]:
         others.pop(x["name"], None)
         facts = found.get(x["name"], {"why": "no result; see what its runs have printed"})
+        student = f"- {x['method']} (seed {x['seed']})"
         if "why" in facts:
-            failed.append(f"- {x['method']} (seed {x['seed']}): {facts['why']}")
+            failed.append(f"{student}: {facts['why']}")
         else:
             students.append(facts | x)
+            if facts["step"] < plan["config"]["max_steps"]:  # ended by an edit
+                shorter.append(f"{student}: {facts['step']:,} updates")
     if not students:
         raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
-    return plan, students, [*others.values()], failed
+    return plan, students, [*others.values()], failed, shorter
 
 
 def report(spec) -> tuple:
     """Write the report. Return its lines on students without a result, and text for the screen."""
-    plan, students, others, failed = read(spec.out)
+    plan, students, others, failed, shorter = read(spec.out)
     results = pd.DataFrame(students).set_index(["method", "seed"])
     methods = [*results.index.unique("method")]
     start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
@@ -99,6 +103,7 @@ def report(spec) -> tuple:
         f"\nMachine: {machines}. Each student's line has the versions of packages.\n",
         intervals,
         *failed,
+        *shorter,
         *compared,
         *(f"{line}\n" for line in tables.edit_lines(students, "scores")),
         COSTS,
@@ -108,7 +113,7 @@ def report(spec) -> tuple:
         text += [OTHERS, *costs(others)]
     text += trials + pictures(students, spec.out)
     atomic_write(spec.out / "README.md", "\n".join(text).rstrip() + "\n")
-    return failed, "\n".join([compared[0], trials[-1], *failed])
+    return failed, "\n".join([compared[0], trials[-1], *failed, *shorter])
 
 
 def costs(students: list[dict]) -> list[str]:

@@ -373,7 +373,7 @@ def test_what_cannot_be_made_is_in_the_report(argv, compared, tmp_path, monkeypa
     argv += ["--tune=lr=1e-2", "--pretrain.lr=0.01"]
     # the second time after the others of all trials; then tad has no rate
     assert compared(argv, 1) == ["seed0", "seed0", "seed1", "eval"]
-    _, (student,), _, failed = reports.read(tmp_path)
+    _, (student,), _, failed, _ = reports.read(tmp_path)
     assert student["method"] == "pretrain"
     why = "- tad@x (seed 1): no result; see what its runs have printed"
     assert failed == [why]
@@ -600,7 +600,7 @@ def test_readme_quotes_the_reports():
     methods = ("pretrain", "vanilla_kd@kl", "pd", "alra", "alra@ce", "fixed_9")
     rows = readme[readme.index("| held-out CE minus") :].splitlines()[2 : 2 + len(methods)]
     for at, study in zip((2, 4), STUDIES[:2], strict=True):
-        _, students, others, _ = reports.read(RESULTS / study)
+        _, students, others, *_ = reports.read(RESULTS / study)
         ces = {}  # method -> seed -> CE
         for x in (*others, *students):  # the second one of a method and seed counts
             ces.setdefault(x["method"], {})[x["seed"]] = x["ce"]
@@ -619,7 +619,7 @@ def test_numbers_of_the_prose_come_from_records():
     """
     ces = {}  # by study, method and gamma: seed -> CE
     for study in STUDIES:
-        _, students, others, _ = reports.read(RESULTS / study)
+        _, students, others, *_ = reports.read(RESULTS / study)
         for x in (*others, *students):
             key = study, x["method"], x["made_by"]["hyper"].get("gamma")
             ces.setdefault(key, {})[x["seed"]] = x["ce"]

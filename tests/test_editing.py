@@ -20,14 +20,14 @@ METHODS = "alra,vanilla_kd"
 # edit => flags => students with the bits that they have without it => what the run that was there
 # before says to it: it goes on, or is refused (!)
 CASES = """
-gate =>  =>  => !its student had other parameters or extras
+gate =>  =>  => !restore the edit of model, extras or optimizer
 gelu =>  =>  => began: model.py
 init =>  =>  => began: model.py
 hidden => --methods=alra,alra_h --alra_h.w_hidden=0.5 => alra => began: losses.py
 temperature => --methods=alra,learned_tau => alra => began: losses.py
 weight =>  =>  => !losses.position_weight
 log =>  => alra,vanilla_kd => began: losses.py
-lion =>  =>  => !its student had other parameters or extras
+lion =>  =>  => !restore the edit of model, extras or optimizer
 schedule => --lr_schedule=sqrt =>  => !lr_schedule was 'cosine', now 'sqrt'
 average =>  =>  => began: train.py
 order =>  =>  => !order_sha256 was

@@ -153,7 +153,7 @@ def test_students_with_different_needs_share_the_teachers_logits(of_teacher):
     h_s, w_s, h_t, w_t, y = case()
     students = []
     for name in ("vanilla_kd", "adakd", "alra", "rs_kd"):
-        method = methods.make_method(name, Config(seq_len=T))
+        method = methods.make_method(name, Config(seq_len=T), V)
         if name == "rs_kd":
             method = losses.with_given(method, generator=torch.Generator())
         students.append((h_s, w_s, method))
@@ -320,7 +320,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
         monkeypatch.setattr(methods.parallel, "world", lambda: world)
         for rank in range(world):
             monkeypatch.setattr(methods.parallel, "rank", lambda rank=rank: rank)
-            student = SimpleNamespace(name=name, method=methods.make_method(name, cfg))
+            student = SimpleNamespace(name=name, method=methods.make_method(name, cfg, V))
             method = methods.method_at(student, step, cfg)
             rows = torch.arange(8 // world) % 4
             inputs = (h[rows], w.detach(), y[rows])

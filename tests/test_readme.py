@@ -193,7 +193,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     monkeypatch.setattr(train, "make_student", edited["make_student"])
     cfg = configure.load(f"config/demo.py {SHORT} {TRAIN} --out_dir=out/muon".split())
     muon, adamw = train.make_student("alra", cfg).optimizers
-    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.02, cfg.lr)
+    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (20 * cfg.lr, cfg.lr)
     assert train.distil(cfg) == 0
 
 

@@ -77,10 +77,10 @@ def make_cases(cfg) -> dict:
 
     cases = {
         "products alone": products,
-        "alra, not compiled": partial(fused, make_method("alra", cfg), compile=False),
+        "alra, not compiled": partial(fused, make_method("alra", cfg, V), compile=False),
     }
     for name in dict.fromkeys(("alra", *cfg.methods)):
-        cases[name] = partial(fused, make_method(name, cfg))
+        cases[name] = partial(fused, make_method(name, cfg, V))
     return cases
 
 

@@ -175,6 +175,18 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
         assert_all_stored()
 
 
+def test_inputs_that_are_not_the_stored_rows_are_refused(world, tmp_path, monkeypatch):
+    read = train.read_rows
+
+    def noisy(*args):
+        for x, *others in read(*args):
+            yield x.fill_(1), *others
+
+    monkeypatch.setattr(train, "read_rows", noisy)
+    with refusal("teacher_cache=True: inputs are not the stored rows"):
+        distil(world, tmp_path / "out", CACHED)
+
+
 def test_the_states_of_masked_documents_are_stored_apart(world):
     states_of(config(world, "unused"))
     masked_cfg = config(world, "unused", mask_documents=True)

@@ -6,7 +6,7 @@ The recorded numbers of the authors' codes are in test_golden.py, the fused head
 import functools
 import math
 import re
-from collections import namedtuple
+from collections import deque, namedtuple
 
 import pytest
 import torch
@@ -582,6 +582,18 @@ class Keeps(torch.nn.Module):
         return loss
 
 
+class Window(torch.nn.Module):
+    """A memory that is read once it is full, which it is after the trial."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = deque(maxlen=99)
+
+    def forward(self, z_s, z_t, y):
+        self.memory.append(z_t.mean())
+        return losses.reverse_kl(z_s, z_t, y)
+
+
 LEAVE = r"expected \[N\], 0 where ignored; begin with `enter`, end with `leave`"
 TRIED = [
     (
@@ -592,6 +604,7 @@ TRIED = [
     (lambda *z: losses.jsd(*z) * torch.rand(len(z[2])), "equal calls differ; .* random numbers"),
     (_remembers(), "equal calls differ; .* a state"),
     (Keeps, "equal calls differ; .* a state"),
+    (Window, "an attribute has changed; .* a buffer"),
     (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), "an input is changed in place; write x = x / 2"),
     (lambda *z: (losses.jsd(*z), 1.0), r"expected a loss \[N\], or a NamedTuple of one"),
     (_with_part("lr", torch.ones(3)), "the log has its own 'lr'"),
@@ -604,6 +617,36 @@ TRIED = [
     (lambda *z: losses.jsd(*z) + 1, LEAVE),
     (lambda *z: losses.jsd(*z).detach(), "with a gradient from z_s"),
 ]
+
+
+def test_cross_entropy_has_the_settings_of_its_method(monkeypatch):
+    z_s, _, y = case()
+
+    def scaled(z_s, z_t, y, *, by: float = 1.0):
+        return by * ce(z_s, z_t, y)
+
+    ce = losses.cross_entropy
+    monkeypatch.setattr(losses, "cross_entropy", scaled)
+    monkeypatch.setitem(METHODS, "pretrain", METHODS["pretrain"]._replace(fn=scaled))
+    once, twice = (method_loss("pretrain", z_s, None, y, by=by)[0] for by in (1.0, 2.0))
+    assert twice == 2 * once > 0
+
+
+def test_a_module_may_ask_for_the_size_of_the_vocabulary(monkeypatch):
+    class PerToken(torch.nn.Module):
+        def __init__(self, *, n_vocab):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(n_vocab))
+
+        def forward(self, z_s, z_t, y):
+            return losses.reverse_kl(z_s + self.bias, z_t, y)
+
+    monkeypatch.setitem(METHODS, "mine", losses.Method(PerToken))
+    objective_trial.check_settings("mine", 23)
+    loss, _ = method_loss("mine", *case())
+    assert loss.detach() == method_loss("reverse_kl", *case())[0]
+    with pytest.raises(ValueError, match=r"^mine@x.w_ce=-1.0: expected"):
+        losses.resolve("mine@x", w_ce=-1.0)
 
 
 def test_a_setting_of_an_objective_and_of_its_term_goes_to_both(monkeypatch):

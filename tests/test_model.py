@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lib.torch_setup
 import model as model_py
 from lib.files import read_json, write_json
+from lib.head import OutputHead
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
 from run.teacher import compile_layers
@@ -439,6 +440,26 @@ def test_an_edit_counts_by_what_it_does_in_evaluation(name, edited, tmp_path, mo
     ids = torch.arange(99)[None] % 61
     assert torch.equal(load(tmp_path / "m")(ids), student.eval()(ids))
     assert ("probe" in read_json(tmp_path / "m/config.json")) == (edited is Late)
+
+
+class Experts(model_py.StudentMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = torch.nn.Parameter(torch.empty(4, 16, 24))
+
+
+def test_stacked_matrices_are_drawn_and_logits_may_be_capped(tmp_path, monkeypatch):
+    """The head alone is edited: training and what is saved use it."""
+    head = Qwen2.head.fget
+    capped = property(lambda self: OutputHead(head(self), (16,), (0.1,)))
+    monkeypatch.setattr(model_py.StudentDecoder, "head", capped)
+    monkeypatch.setattr(model_py, "StudentMLP", Experts)
+    student = init_student(Qwen2Config(16, 24, 1, 2, 1, vocab_size=61)).requires_grad_(False)
+    assert student.layers[0].mlp.experts.std() == pytest.approx(model_py.INIT_STD, rel=0.05)
+    student.save_pretrained(tmp_path / "m")
+    ids = torch.arange(9)[None]
+    expected = 0.1 * (student.hidden(ids) @ head(student).t() / 0.1).tanh()
+    assert_close(load(tmp_path / "m")(ids), expected)
 
 
 @dataclasses.dataclass(frozen=True)

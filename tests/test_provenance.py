@@ -10,6 +10,7 @@ import subprocess
 import sys
 import typing
 import zipfile
+from collections import namedtuple
 
 import pytest
 import torch
@@ -142,6 +143,9 @@ def test_an_objective_reaches_files_of_lib_but_no_other_objective(tiny):
     assert {"losses.vanilla_kd", *common} <= names
     assert not {"losses.alra", "losses.mean_loss", "lib.vocab.top"} & names
     assert "losses.AdaptiveTaid" in taid
+    several = dataclasses.replace(cfg, teacher=f"{cfg.teacher},{cfg.teacher}")
+    more = provenance.made_by(several, "vanilla_kd")["source"].keys() - names
+    assert "lib.head.OutputHead.logits" in more
 
 
 def test_a_snapshot_has_all_code_that_is_loaded(project, tmp_path):
@@ -184,6 +188,8 @@ def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monk
     old = provenance.settings_of_run(configure.Config()) | {"shape": {}}
     assert "margin" not in old and changes(old) == []
     assert changes(old, margin=0.7) == ["margin was 0.5, now 0.7"]
+    new = provenance.settings_of_run(NewConfig(margin=0.7)) | {"shape": {}}
+    assert provenance.student_changes(new, old) == {"margin": "margin was 0.7, now None"}
     file = tmp_path / "prior.npy"
     file.write_bytes(b"1")
     known = provenance.settings_of_run(NewConfig(prior=f"{file}")) | {"shape": {}}
@@ -200,9 +206,16 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     cfg = config(tiny, "unused", methods="taid", teacher=teacher)
     before = provenance.made_by(cfg, "taid")
     world.edit(teacher / "config.json", "rms_norm_eps=1e-05")
-    monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving={}))
-    changes = provenance.student_changes(before, provenance.made_by(cfg, "taid"))
-    assert {*changes} == {"moving", "teacher_sha256"}
+    row = METHODS["taid"]._replace(moving={})
+    monkeypatch.setitem(METHODS, "taid", row)
+    after = provenance.made_by(cfg, "taid")
+    assert {*provenance.student_changes(before, after)} == {"moving", "teacher_sha256"}
+
+    class Wider(namedtuple("Wider", [*row._fields, "smoothing"])):
+        has_teacher = True
+
+    monkeypatch.setattr(provenance, "resolve", lambda name: Wider(*row, 0.1))
+    assert provenance.made_by(cfg, "taid")["hyper"] == after["hyper"] | {"smoothing": 0.1}
 
 
 def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypatch, printed):

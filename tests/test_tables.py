@@ -10,7 +10,7 @@ import pytest
 from lib import tasks
 from lib.files import append_line, read_json, read_lines, write_json, write_lines
 from run import tables
-from run.paper_numbers import PAPER
+from run.paper_numbers import PAPER, paper_rows
 from tests import world
 from tests.world import read_table, refusal
 
@@ -68,6 +68,11 @@ ALL = {t: 20.0 + i for i, t in enumerate(tables.COLUMNS)}
 
 def table_of(*paths, reference="pretrain", metric="acc"):
     return tables.tabulate([str(path) for path in paths], reference, metric)
+
+
+def test_the_paper_has_no_number_of_a_task_of_ones_own():
+    row = paper_rows("200m", "heldout", ["PIQA", "mine"]).loc["alra"]
+    assert [*row] == ["58.65", "–", "–"]
 
 
 def test_a_table_byte_for_byte(tmp_path):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import configure
 import losses
@@ -32,7 +33,7 @@ from lib.files import read_json
 from lib.hf import weights_hash
 from lib.rows import row_order
 from losses import IGNORE
-from model import Qwen2, Qwen2Config, init_student
+from model import MLP, Qwen2, Qwen2Config, StudentMLP, init_student
 from run import checkpoints, exits, log, provenance, startup, students
 from run.methods import compute_dtype, method_at
 from tests import world
@@ -218,6 +219,43 @@ def test_the_log_of_a_term_is_a_mean_over_labels(run, tmp_path, monkeypatch):
     assert scales == pytest.approx([2.0] * 6, abs=0.1)
 
 
+def test_a_model_that_draws_numbers_depends_on_seed_and_update_alone(
+    tiny, finished, tmp_path, monkeypatch, run
+):
+    """Not on stops, validations and other students; none is drawn in validation."""
+    mlp = MLP.forward
+
+    def with_dropout(self, x):
+        return F.dropout(mlp(self, x), 0.5, self.training)
+
+    monkeypatch.setattr(StudentMLP, "forward", with_dropout, raising=False)
+    runs = {"all": "", "cut": "--max_steps=3", "alone": "--methods=alra --val_every_steps=6"}
+    for out, flags in [*runs.items(), ("cut", "")]:
+        run(tmp_path / out, flags)
+    bits, *others = (final_bits(tmp_path / out, "alra") for out in runs)
+    assert others == [bits, bits] and bits != final_bits(finished, "alra")
+    model = Qwen2.from_pretrained(tmp_path / "all/alra/model")
+    ce, _ = mean_ce(model, open_rows(tiny, "val"), 7)
+    assert records(tmp_path / "all", "alra")[-1]["val_ce"] == pytest.approx(ce, rel=1e-5)
+
+
+def test_an_update_has_as_many_rows_as_it_asks_for(tiny, monkeypatch):
+    order = train.row_order
+    monkeypatch.setattr(train, "row_order", lambda *args: order(*args)[:2])
+    with pytest.raises(ValueError, match="cannot reshape array of size 2"):
+        next(train.read_rows(open_rows(tiny), [0], config(tiny, UNUSED)))
+
+
+def test_a_run_that_the_loop_stops_can_be_resumed(tmp_path, monkeypatch, run):
+    def stop(live, validated, val, run):
+        run.stop = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "log_validation", stop)
+        run(tmp_path, "--methods=pretrain", code=75)
+    run(tmp_path, "--methods=pretrain")
+
+
 @torch.no_grad()
 def log_p(model, x, y):
     """Log-probabilities in fp64 [N, V] where there is a label, and labels [N, 1]."""
@@ -373,6 +411,20 @@ def test_groups_and_optimizers_of_ones_own_keep_their_rates_and_bits_over_a_resu
     for group, rate in zip(last[0].param_groups, (1.5e-5, 6e-5), strict=True):
         assert group["weight_decay"] == 0.3
         assert group["lr"] == pytest.approx(rate)
+
+
+def test_moments_are_refused_by_parameters_of_another_name(run, tmp_path, monkeypatch):
+    make = train.make_student
+
+    def reordered(*args):
+        s = make(*args)
+        s.optimizers[0].param_groups[0]["param_names"].reverse()
+        return s
+
+    run(tmp_path, "--methods=pretrain --max_steps=3")
+    monkeypatch.setattr(train, "make_student", reordered)
+    with refusal("the optimizer had other parameters, or in another order"):
+        run(tmp_path, "--methods=pretrain")
 
 
 def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():

@@ -242,6 +242,7 @@ def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> 
     students  method, seed -> figures
     """
     known = students.dropna(axis=1)
+    incomplete = [c.heading for key, c in columns.items() if key in students.columns.drop(known)]
     columns = {key: c for key, c in columns.items() if key in known}
     table = means(students, columns)
     counts = students.groupby("method", sort=False).size()
@@ -254,6 +255,8 @@ def figure_tables(title, students: pd.DataFrame, reference, columns=FIGURES) -> 
         note = "One seed each."
     if counts.min() == 1 and "ce_half" in known:
         note += " ± of one seed is half of a 95 % interval over the documents."
+    if incomplete:
+        note += f" Not all rows have {', '.join(incomplete)}."
     lines = [title, "", *grid(table), "", note, ""]
     if reference in counts and len(counts) > 1 and columns:
         lines += differences(title, students, columns, reference)

@@ -242,12 +242,13 @@ def test_the_newest_figures_count_and_take_nothing_from_earlier_ones(tmp_path):
 
 def test_other_rows_have_a_table_of_their_own(tmp_path):
     """Two models share a folder of results, as by `eval.py a b --out=DIR`."""
-    for name, ce in (("a", 4.0), ("b", 5.0)):
-        figures_of(tmp_path, ce, name, name=name)
+    figures_of(tmp_path, 4.0, "a", name="a", kl=1.0)
+    figures_of(tmp_path, 5.0, "b", name="b")
     figures_of(tmp_path, 6.0, "a", "more", "0 to 99 of data/x")
     text = table_of(tmp_path)
     shown = [cells(text, *at)[1] for at in (("a", 0), ("b", 0), ("a", 1))]
     assert shown == ["4.0000", "5.0000", "6.0000"]
+    assert text.count(" Not all rows have KL to teacher, nats.\n") == 1
     assert re.findall("Held-out rows .*", text) == [
         f"Held-out rows 0 to {n} of data/x" for n in (9, 99)
     ]

@@ -50,7 +50,7 @@ class Config:
     """All settings. Each has one line of comment, which `--help` prints.
 
     One of your own needs no other place. All identify a student but those of FREE in
-    run/provenance.py; a file or folder that a setting names counts by its content.
+    run/provenance.py; a file that a setting names counts by its content.
     """
 
     # ---- students and teacher

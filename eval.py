@@ -334,7 +334,7 @@ def over_rows(
     def batches():
         for first in progress(range(0, len(index), per_batch), "held-out rows"):
             part = slice(first, first + per_batch)
-            x, y, _ = rows.batch(index[part], device)
+            x, y = rows.batch(index[part], device)
             h_t = teacher.hidden(x, rows, index[part]) if teacher else None
             yield documents[part].to(device), x, y, h_t
 

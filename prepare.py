@@ -51,6 +51,7 @@ from lib.errors import UserError, note
 from lib.files import flush, for_json, locked, read_json, text_hash, write_json, writing
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead, read_manifest
+from lib.source import edited, hashes, loaded_sources, merged
 from lib.stats import half_interval
 from lib.tokens import leading_bos, loss_of, token_bytes
 
@@ -109,6 +110,7 @@ def prepare(cfg):
         "vocab_size": max(tokenizer.get_vocab().values()) + 1,
         "bos": None if bos == eos else bos,
         "eos_id": eos,
+        "code": hashes(loaded_sources()),
     }
     folder = Path(cfg.data_dir)
     if (folder / "train.json").exists() and not (folder / "prepare.state").exists():
@@ -434,7 +436,8 @@ def open_state(folder, recipe):
         state = read_json(file, ["ids"], f"move {folder} aside and start again")
         check_recipe(folder, state["recipe"], recipe)
         note(f"{folder}: resuming after {state['records']:,} documents")
-        return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
+        code = merged(state["recipe"].get("code", {}), recipe["code"])
+        return state | {"recipe": recipe | {"code": code}}  # names in the recipe may be new
     for name in ("train.bin", "val.bin"):
         if (folder / name).exists():
             raise UserError(f"{folder}: contains {name}, not of prepare.py; move it aside")
@@ -452,12 +455,17 @@ def remove_work(folder):
 def check_recipe(folder, old, new):
     """Raise `UserError` if recipes differ.
 
-    The names of tokenizer and sources may differ, as long as their hashes agree.
+    The names of tokenizer and sources may differ, as long as their hashes agree. Edits of code are
+    shown.
     """
 
     def content(recipe):
         sources = [part | {"source": None} for part in recipe["sources"]]
-        return recipe | {"tokenizer": None, "sources": sources}
+        return recipe | {"tokenizer": None, "sources": sources, "code": None}
+
+    files = edited(old.get("code", {}), new["code"])
+    if files:
+        note(f"{folder}: edited since these rows were begun: {', '.join(files)}")
 
     changes = []
     for key, value in content(new).items():

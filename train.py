@@ -67,16 +67,16 @@ from run.validate import validate
 def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     """Yield this process's micro-batches of the updates `steps`.
 
-    A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
-    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). A thread
-    reads the rows ahead, while the caller's runs the teacher.
+    A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), and the
+    teacher's last hidden states [B, T, D_t] (None without a teacher). A thread reads the rows
+    ahead, while the caller's runs the teacher.
     """
-    for x, y, n_valid, index in read_ahead(read_rows(rows, steps, cfg)):
-        yield x, y, n_valid, teacher.hidden(x, rows, index) if teacher else None
+    for x, y, index in read_ahead(read_rows(rows, steps, cfg)):
+        yield x, y, teacher.hidden(x, rows, index) if teacher else None
 
 
 def read_rows(rows, steps: Iterable[int], cfg):
-    """Yield x, y, the number of labels, and the rows' indices [B], of each micro-batch.
+    """Yield x, y and the rows' indices [B] of each micro-batch.
 
     The rows of an update depend on no earlier one.
     """
@@ -137,9 +137,9 @@ def make_student(name, cfg, tokenizer=None, teacher=None) -> Student:
 
     decayed = {"params": [], "weight_decay": cfg.weight_decay}
     others = {"params": [], "weight_decay": 0.0}
-    for key, p in (*model.named_parameters(), *extras.named_parameters()):
+    for p in (*model.parameters(), *extras.parameters()):
         group = decayed if cfg.decay_1d or p.ndim > 1 else others
-        group["params"].append((key, p))  # checkpoints hold the names
+        group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
     groups = [decayed] if cfg.decay_1d else [decayed, others]
     optimizers = [torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)]
@@ -180,7 +180,7 @@ def initial_model(cfg):
 # one update, and the loop around it
 
 
-def update(students, teacher, stream: Iterator, step, cfg) -> int:
+def update(students, teacher, stream: Iterator, step, cfg) -> float:
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
     An update has `batch_rows` rows, divided over the processes. A process runs the models on
@@ -197,7 +197,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
     for i in range(n_micro // n_processes):
-        x, y, n, h_t = next(stream)
+        x, y, h_t = next(stream)
         h_s = []
         for s in students:
             # of models that draw random numbers, as for dropout
@@ -215,18 +215,19 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             (loss / n_micro).backward()
             for key, value in sums.items():  # over the labels of these rows
                 s.sums[key] += value.double()
-        n_valid += n
+        n_valid += (y != IGNORE).sum()
     if n_processes > 1:
         for s in students:
             parallel.sum_gradients(s.trained)
 
     # one wait for the device, for all students
-    norms = torch.stack([clip_gradients(s.trained, cfg.clip) for s in students]).tolist()
+    norms = [clip_gradients(s.trained, cfg.clip) for s in students]
+    *norms, n_valid = torch.stack([*norms, n_valid.float()]).tolist()
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if s.state:
-            advance_state(s, n_valid)
+            advance_state(s)
         if math.isfinite(norm):
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
@@ -339,17 +340,16 @@ def term_of(s, h_s, h_t, y, group: int) -> Tensor:
     return terms.mean()
 
 
-def advance_state(s, n_valid: int):
+def advance_state(s):
     """Replace the state of an objective by the mean of what its forward batches left.
 
     The mean is over the labels of the update, on all processes. A skipped update changes nothing.
     """
+    n = s.sums.pop("state.")
     # what they left, each times its number of labels, added up
     left = {key: s.sums.pop(f"state.{key}") for key in s.state}
     if not math.isfinite(s.gnorm):
         return
-    # not `torch.tensor`, a copy that waits for the device
-    n = torch.full((), n_valid, dtype=torch.float64, device=s.model.head.device)
     parallel.sum_in_place([n, *left.values()])
     for key, value in s.state.items():
         value.copy_(torch.where(n > 0, left[key] / n, value))

@@ -126,7 +126,7 @@ class Rows:
     def batch(self, index: np.ndarray, device):
         """Return the rows of these indices as model inputs.
 
-        -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels
+        -> inputs x [B, T], labels y [B, T] (IGNORE for padding)
         """
         ids = torch.from_numpy(self.read(index).astype(np.int64))
         is_pad = ids == PAD
@@ -138,11 +138,10 @@ class Rows:
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:]
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE
-        n_valid = int((y != IGNORE).sum())
         inputs_labels = torch.stack([tokens[:, :-1], y])  # no label follows padding
         if device.type == "cuda":
             inputs_labels = inputs_labels.pin_memory()
-        return *inputs_labels.to(device, non_blocking=True), n_valid
+        return inputs_labels.to(device, non_blocking=True).unbind()
 
     def documents(self, index: np.ndarray) -> np.ndarray:
         """Return the number of the document of each label of these rows [B, T], from 0 on."""

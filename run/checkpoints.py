@@ -450,8 +450,7 @@ def load_optimizer(optimizer, saved):
     parameters = []
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         parameters += group["params"]
-        names = group.get("param_names")  # yours may have none, like an older version
-        if old.get("param_names", names) != names:
+        if old.get("names", group["names"]) != group["names"]:  # an older version has none
             raise ValueError("the optimizer had other parameters, or in another order")
         for key, value in old.pop("initial").items():
             if old[key] == value:

@@ -42,7 +42,7 @@ def log_histograms(live, teacher, batches: Iterable, run):
             result_type = inspect.signature(s.method.fn).return_annotation
             if hasattr(result_type, "d_u") and hasattr(result_type, "tokens"):  # as in AlraTerms
                 students.append((s.name, *model, method_at(s, run.step, cfg)))
-        for x, y, _, h_t in batches:
+        for x, y, h_t in batches:
             labels = y.flatten()
             valid = labels != IGNORE
             z_t = Head(h_t, teacher.head).logits()  # [N, V]

@@ -278,7 +278,7 @@ def evaluate_module(method, dtype, z_s, z_t, y, n, *parameters):
 
     Its buffers stay as they are, as every forward batch of an update begins with them. What the
     objective leaves in a buffer KEY is in the sums under "state.KEY", times the number of valid
-    positions, so that a division by their total gives its mean.
+    positions, and that number under "state.", so that their quotient is its mean.
     """
     state = {key: buffer.clone() for key, buffer in method.fn.named_buffers()}
 
@@ -287,9 +287,9 @@ def evaluate_module(method, dtype, z_s, z_t, y, n, *parameters):
 
     called = method._replace(fn=objective)
     loss, sums, *gradients = evaluate(called, dtype, z_s, z_t, y, n, *parameters)
-    n_valid = (y != IGNORE).sum()
+    sums["state."] = n_valid = (y != IGNORE).sum().double()
     for key, value in state.items():
-        sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
+        sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach() * n_valid, 0.0)
     return loss, sums, *gradients
 
 

@@ -40,6 +40,7 @@ FREE = """
     val_max_rows checkpoint_every_minutes checkpoint_every_steps keep_checkpoints keep_every_steps
     save_dtype
 """
+KNOWN = ("fn", "hyper", "w_kd", "w_ce", "moving", "term", "in_chunks")  # fields of `Method`
 OLDER = ("code", "objective", "state", "val_sha256")  # in records of older versions
 
 
@@ -55,17 +56,19 @@ def made_by(cfg, name) -> dict:
     for key, value_at in method.moving.items():
         values = [float(value_at(n / cfg.schedule_steps)) for n in range(cfg.schedule_steps)]
         moving[key] = hashlib.sha256(np.array(values).tobytes()).hexdigest()
-    # w_kd and w_ce, and what a field of your own may hold; `in_chunks` changes rounding alone
-    fields = {key: x for key, x in method._asdict().items() if isinstance(x, int | float | str)}
-    del fields["in_chunks"]
+    weights = {"w_kd": method.w_kd, "w_ce": method.w_ce}
+    fields = {}  # of your own, unless they are as in a row without them
+    for key, x in method._asdict().items():
+        if not (key in KNOWN or callable(x) or x == method._field_defaults.get(key)):
+            fields[key] = x
     mean_of_teachers = "," in f"{cfg.teacher}" and OutputHead.logits
     record = {
         "methods": name.partition("@")[0],
         **settings_of_run(cfg),
-        "hyper": hyper | fields,
+        "hyper": hyper | weights | fields,
         "moving": moving,
         # hashes of all own code that the loss reaches, by name
-        "source": reached(method.fn, method.term, cross_entropy, position_weight, mean_of_teachers),
+        "source": reached(*method, cross_entropy, position_weight, mean_of_teachers),
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
@@ -135,15 +138,16 @@ def student_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return `record_changes` from the record of an earlier start, or of an older version.
 
     A config key, and a field of the shape, that is newer than the record had its default. Other
-    keys that the record lacks, and those of OLDER, are not compared. A student without a rate of
-    its own has the run's.
+    keys that the record lacks, and those of OLDER and FREE that it has alone, are not compared. A
+    student without a rate of its own has the run's.
     """
     fields = {field.name: field.default for field in dataclasses.fields(Qwen2Config)}
     shape = {key: value for key, value in fields.items() if key in current["shape"]}
     known = as_in_file(settings_of_run(Config())) | earlier | {"shape": shape | earlier["shape"]}
+    ignored = {*OLDER, *FREE.split()}
     compared = []
     for record in (known, current):
-        common = {key: record.get(key) for key in known if key not in OLDER}
+        common = {key: record.get(key) for key in known if key in current or key not in ignored}
         if "lr" in known.get("hyper", {}) | current.get("hyper", {}):
             common["hyper"] = {"lr": record["lr"]} | record["hyper"]
         compared.append(common)

@@ -52,9 +52,12 @@ class Student:
         is_module = isinstance(self.method.fn, nn.Module)
         self.state = dict(self.method.fn.named_buffers()) if is_module else {}
         self.trained = [*self.model.parameters(), *self.extras.parameters()]
+        parts = (self.model, self.extras)
+        names = {p: name for part in parts for name, p in part.named_parameters()}
         # checkpoints tell a group's settings from its state by the entries that it was made with
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
+                group["names"] = [names.get(p) for p in group["params"]]
                 group["initial"] = {key: group[key] for key in group if key != "params"}
 
     def totals(self) -> dict[str, float]:
@@ -102,7 +105,7 @@ class Run:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
         return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
 
-    def count_update(self, n_valid: int, has_signal: bool):
+    def count_update(self, n_valid: float, has_signal: bool):
         """Count an update of `n_valid` labels, and learn whether to stop or to save after it.
 
         A signal may reach any process, and only process 0 looks at the clock: sums tell all.

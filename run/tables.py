@@ -12,13 +12,14 @@ import sys
 import numpy as np
 import pandas as pd
 
+from configure import Config
 from lib.errors import UserError, note
 from lib.metrics import reference_text
 from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.paper_numbers import NAMES, UPDATES, paper_rows
-from run.provenance import OLDER, record_changes
+from run.provenance import OLDER, record_changes, settings_of_run
 from run.results import read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.
@@ -36,7 +37,8 @@ def check_comparable(results):
     for x in results:
         run = x["run"]
         facts = {"step": run.get("step"), "init_sha256": run.get("init_sha256")}
-        facts |= run.get("made_by", {})
+        if "made_by" in run:  # a key that is newer than a record had its default
+            facts |= settings_of_run(Config()) | run["made_by"]
         facts |= {f"scored {key}": value for key, value in x["scored"].items()}
         if x["kind"] in SUITES:
             for task, scores in x["values"].items():

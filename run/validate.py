@@ -52,7 +52,7 @@ def validation_batches(val, teacher, n_rows: int, cfg):
     for first in range(begin, begin + n_rows, parallel.world() * size):
         wanted = np.arange(first, first + size)
         index = wanted.clip(max=n_rows - 1)
-        x, y, _ = val.batch(index, torch.device(cfg.device))
+        x, y = val.batch(index, torch.device(cfg.device))
         y[torch.from_numpy(wanted >= n_rows)] = IGNORE
         h_t = teacher.hidden(x, val, index) if teacher else None
         row = torch.from_numpy(index).to(y.device)[:, None]

@@ -1,16 +1,15 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content, the source of
-                                    the decoder, and the dtype
+DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content, the code that
+                                    makes inputs and hidden states, and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
                                     followed by a uint64 for each row; ROWS is a hash of the same,
                                     the content of NAME.bin and `mask_documents`
 
 Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. The uint64
-of a stored row is STORED + a checksum of the file's name, the row's number, the teacher's inputs
-and the bytes, so nothing that a kill, a full disk, a copy or an edit of the inputs leaves behind is
-taken for a complete row. That of a missing row is less. A run computes the rows that are missing
-before its first update.
+of a missing row is 0. That of a stored row is 2**32 + a checksum of the file's name, the row's
+number and its bytes, so nothing that a kill, a full disk or a copy leaves behind is taken for a
+complete row. A run computes the rows that are missing before its first update.
 """
 
 import contextlib
@@ -40,7 +39,6 @@ from run.log import say
 from run.provenance import content_hash, record_hash
 from run.teacher import Teacher
 
-STORED = 2**33  # older versions had 2**32, for checksums without the inputs
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
 
 
@@ -63,15 +61,14 @@ class States:
         self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
         self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
 
-    def checksums(self, index, values, x) -> np.ndarray:
+    def checksums(self, index, values) -> np.ndarray:
         begins = [zlib.crc32(f"{self.file.name} {row}".encode()) for row in index]
-        begins = map(zlib.crc32, x.cpu().numpy(), begins)
-        return STORED + np.array([*map(zlib.crc32, values, begins)], np.uint64)
+        return 2**32 + np.array([*map(zlib.crc32, values, begins)], np.uint64)
 
-    def write(self, index, values, x):
+    def write(self, index, values):
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
         self.put(0, index, values)
-        self.put(self.values.size, index, self.checksums(index, values, x))
+        self.put(self.values.size, index, self.checksums(index, values))
 
     def put(self, start: int, index, parts):
         # on a full disk this is an error; a write to a memmap would be a crash
@@ -92,25 +89,23 @@ class CachedTeacher:
 
     def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
         """Return the stored hidden states [B, T, D] of rows `index`, whose inputs are x [B, T]."""
+        if not torch.equal(x, rows.batch(index, x.device)[0]):
+            raise UserError(
+                "teacher_cache=True: inputs are not those of Rows.batch; change them there, or set "
+                "teacher_cache=False"
+            )
         states = self.states[rows]
         values = states.values[index]
-        bad = index[states.checksums(index, values, x) != states.sums[index]]
+        bad = index[states.checksums(index, values) != states.sums[index]]
         if len(bad):
             row = f"{states.file}: row {bad[0]}"
-            if states.sums[bad[0]] < STORED:
+            if not states.sums[bad[0]]:
                 raise UserError(
                     f"{row} was not stored; an order of rows of your own belongs into row_order of "
                     "lib/rows.py"
                 )
-            if not torch.equal(x, rows.batch(index, x.device)[0]):
-                raise UserError(
-                    f"{row} has other inputs than the students get; change inputs in Rows.batch, "
-                    "or set teacher_cache=False"
-                )
             states.put(states.values.size, bad, 0 * states.sums[bad])  # which are missing now
-            error = UserError(
-                f"{row} is damaged, or of other inputs; the same command computes it anew"
-            )
+            error = UserError(f"{row} is damaged; the same command computes it anew")
             error.exit_code = TRY_AGAIN
             raise error
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
@@ -146,7 +141,7 @@ def open_cached(
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
-    facts["source"] = reached(Teacher.hidden, Qwen2.hidden, Qwen2.layer)
+    facts["source"] = reached(Rows.read, Rows.batch, Teacher.hidden, Qwen2.hidden, Qwen2.layer)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
     teacher = None
@@ -160,7 +155,7 @@ def open_cached(
     states = {}
     for rows, index in wanted.items():
         states[rows] = stored = States(rows, facts, row_bytes)
-        missing = index[stored.sums[index] < STORED]
+        missing = index[stored.sums[index] == 0]
         missing = parallel.all_gather(missing)[0]  # process 0 decides
         if len(missing):
             if not load:
@@ -185,7 +180,7 @@ def fill(teacher: Teacher, rows: Rows, states: States, index: np.ndarray, size: 
         x, _ = rows.batch(batch if len(batch) else index[:1], teacher.head.device)
         h = teacher.hidden(x)
         values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
-        states.write(batch, values[: len(batch)], x)
+        states.write(batch, values[: len(batch)])
     parallel.all_gather(None)  # every row is there
 
 

@@ -11,8 +11,11 @@ import torch
 
 import eval as ev
 import train
+from lib import rows as rows_py
 from lib.errors import UserError
 from lib.files import read_json
+from lib.rows import Rows
+from model import Qwen2
 from run import startup, teacher, teacher_cache
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import (
@@ -168,7 +171,7 @@ def test_what_was_damaged_is_refused_or_computed_again_and_never_used(world):
         try:
             assert states_of(cfg, load=False) is None, name
         except UserError as error:
-            assert "is damaged, or of other inputs; the same command computes it anew" in str(error)
+            assert "is damaged; the same command computes it anew" in str(error)
             assert error.exit_code == 75
             assert states_of(cfg, load=False) is None, name  # its row is missing now
         torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
@@ -183,8 +186,24 @@ def test_inputs_that_are_not_the_stored_rows_are_refused(world, tmp_path, monkey
             yield x.fill_(1), *others
 
     monkeypatch.setattr(train, "read_rows", noisy)
-    with refusal("row .* has other inputs than the students get"):
+    with refusal("teacher_cache=True: inputs are not those of Rows.batch"):
         distil(world, tmp_path / "out", CACHED)
+
+
+def test_the_rows_of_an_order_of_ones_own_are_stored(world, tmp_path, monkeypatch):
+    """It depends on the update."""
+    order = rows_py.row_order
+
+    def alternating(step, batch_rows, *others):
+        return order(step, batch_rows, *others) + step % 2 * 40
+
+    for module in (train, teacher_cache):
+        monkeypatch.setattr(module, "row_order", alternating)
+    keys = "--methods=vanilla_kd --shuffle=False"
+    distil(world, tmp_path / "out", f"{CACHED} {keys}")
+    distil(world, tmp_path / "plain", f"{FLAGS} {keys}")
+    bits = [final_bits(tmp_path / name, "vanilla_kd") for name in ("out", "plain")]
+    assert bits[0] == bits[1]
 
 
 def test_the_states_of_masked_documents_are_stored_apart(world):
@@ -206,9 +225,15 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
 
 
-def test_another_teacher_has_files_of_its_own(make, world):  # noqa: F811
+def test_other_teachers_and_code_have_files_of_their_own(make, world, monkeypatch):  # noqa: F811
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         fill(config(world, "unused", CACHED, teacher=make(*kind)))
+        assert len([*world.glob("data/teacher_*")]) == n_files
+    for n_files, (owner, name) in {9: (Qwen2, "hidden"), 12: (Rows, "batch")}.items():
+        own = getattr(owner, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *args, own=own, n=n_files: own(*args))
+            fill(config(world, "unused", CACHED, teacher=make(*kind)))
         assert len([*world.glob("data/teacher_*")]) == n_files
 
 
@@ -220,5 +245,5 @@ def test_hidden_states_are_on_the_disk_before_their_checksums(tmp_path, monkeypa
     monkeypatch.setattr(
         os, "fsync", lambda _: stored.append([states.values.all(), states.sums.any()])
     )
-    states.write(np.arange(2), np.ones((2, 8), np.uint8), torch.ones(2, 3))
+    states.write(np.arange(2), np.ones((2, 8), np.uint8))
     assert stored == [[True, False], [True, True]]

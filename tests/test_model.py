@@ -460,6 +460,13 @@ def test_stacked_matrices_are_drawn_and_logits_may_be_capped(tmp_path, monkeypat
     ids = torch.arange(9)[None]
     expected = 0.1 * (student.hidden(ids) @ head(student).t() / 0.1).tanh()
     assert_close(load(tmp_path / "m")(ids), expected)
+    monkeypatch.setattr(model_py.StudentDecoder, "head", property(head))
+    model_py.small_logits.cache_clear()
+    with refusal("restore the classes for students"):
+        load(tmp_path / "m")
+    monkeypatch.setattr(model_py.StudentDecoder, "forward", lambda self, idx: None)
+    with refusal("training calls `hidden` and `head`, not `forward`"):
+        init_student("mini")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -567,8 +567,13 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
         with refusal(message):
             small.prepare(folder, flag)
     assert files_of(folder) == content
+    monkeypatch.setattr(prepare, "loaded_sources", lambda: {"prepare.py": "edited"})
     small.prepare(folder, f"--source={shutil.copy(small.source, tmp_path)}")
-    assert ("already prepared" if complete else "resuming after") in "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
+    assert ("already prepared" if complete else "resuming after") in printed
+    assert "edited since these rows were begun: prepare.py\n" in printed
+    code = read_json(folder / "train.json")["code"]["prepare.py"]
+    assert len(code.split()) == 1 + (not complete)
 
 
 def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monkeypatch):

@@ -189,6 +189,7 @@ def test_a_new_key_identifies_a_student_and_a_file_by_its_content(tmp_path, monk
     assert "margin" not in old and changes(old) == []
     assert changes(old, margin=0.7) == ["margin was 0.5, now 0.7"]
     new = provenance.settings_of_run(NewConfig(margin=0.7)) | {"shape": {}}
+    new["out_dir"] = "of a key that was not free"
     assert provenance.student_changes(new, old) == {"margin": "margin was 0.7, now None"}
     file = tmp_path / "prior.npy"
     file.write_bytes(b"1")
@@ -211,11 +212,19 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     after = provenance.made_by(cfg, "taid")
     assert {*provenance.student_changes(before, after)} == {"moving", "teacher_sha256"}
 
-    class Wider(namedtuple("Wider", [*row._fields, "smoothing"])):
+    class Wider(namedtuple("Wider", [*row._fields, "taus", "rule"], defaults=((1.0,), None))):
+        """With fields of one's own, of which only what differs from a default counts."""
+
         has_teacher = True
 
-    monkeypatch.setattr(provenance, "resolve", lambda name: Wider(*row, 0.1))
-    assert provenance.made_by(cfg, "taid")["hyper"] == after["hyper"] | {"smoothing": 0.1}
+    def record(*values):
+        monkeypatch.setattr(provenance, "resolve", lambda name: Wider(*row, *values))
+        return provenance.made_by(cfg, "taid")
+
+    assert record() == after
+    own = record((2.0, 4.0), world.write_text)
+    assert own["hyper"] == after["hyper"] | {"taus": [2.0, 4.0]}
+    assert "tests.world.write_text" in own["source"]
 
 
 def test_a_run_goes_on_only_with_its_objective(tiny, tmp_path, project, monkeypatch, printed):

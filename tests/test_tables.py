@@ -277,6 +277,11 @@ def test_what_may_differ_between_rows(tmp_path):
     varied = [f'run.made_by.{key}="other"' for key in tables.VARIES]
     edit(fake(tmp_path / "y", "alra", ALL), *varied)
     assert "| alra | 20.00 |" in table_of(tmp_path)
+    edit(tmp_path / "y/results.jsonl", "run.made_by.clip=0.5")  # the default of an older record
+    assert "| alra | 20.00 |" in table_of(tmp_path)
+    edit(tmp_path / "y/results.jsonl", "run.made_by.clip=0.7")
+    with refusal("clip was 0.5, now 0.7"):
+        table_of(tmp_path)
 
 
 def test_one_place_for_each_student(tmp_path):

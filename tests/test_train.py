@@ -245,6 +245,15 @@ def test_an_update_has_as_many_rows_as_it_asks_for(tiny, monkeypatch):
         next(train.read_rows(open_rows(tiny), [0], config(tiny, UNUSED)))
 
 
+def test_labels_are_counted_where_they_are_used(tiny):
+    cfg = config(tiny, UNUSED, methods="pretrain", chunk_positions=SEQ)
+    students = [train.make_student("pretrain", cfg)]
+    stream = train.micro_batches(open_rows(tiny), None, [0], cfg)
+    half = [(x, y.masked_fill(torch.arange(SEQ) > 5, IGNORE), h) for x, y, h in stream]
+    n_valid = sum(int((y != IGNORE).sum()) for _, y, _ in half)
+    assert train.update(students, None, iter(half), 0, cfg) == n_valid
+
+
 def test_a_run_that_the_loop_stops_can_be_resumed(tmp_path, monkeypatch, run):
     def stop(live, validated, val, run):
         run.stop = True

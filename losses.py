@@ -1123,7 +1123,7 @@ def method_loss(
 
     An objective that is a module is made anew by each call. To keep one, call it in its place.
     """
-    method = with_given(resolve(name, **settings), n_vocab=z_s.shape[1], n_sequences=n_sequences)
+    method = with_given(resolve(name, **settings), n_vocab=z_s.shape[-1], n_sequences=n_sequences)
     method = built(method)
     if method.has_teacher and z_t is None:
         raise UserError("z_t: this method needs teacher logits, got None")

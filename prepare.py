@@ -110,7 +110,7 @@ def prepare(cfg):
         "vocab_size": max(tokenizer.get_vocab().values()) + 1,
         "bos": None if bos == eos else bos,
         "eos_id": eos,
-        "code": hashes(loaded_sources()),
+        "code": hashes(loaded_sources()) | {"losses.py": ""},  # which makes no rows
     }
     folder = Path(cfg.data_dir)
     if (folder / "train.json").exists() and not (folder / "prepare.state").exists():
@@ -463,9 +463,9 @@ def check_recipe(folder, old, new):
         sources = [part | {"source": None} for part in recipe["sources"]]
         return recipe | {"tokenizer": None, "sources": sources, "code": None}
 
-    files = edited(old.get("code", {}), new["code"])
-    if files:
-        note(f"{folder}: edited since these rows were begun: {', '.join(files)}")
+    names = edited(old.get("code", {}), new["code"])
+    if names:
+        note(f"{folder}: edited since these rows were begun: {', '.join(names)}")
 
     changes = []
     for key, value in content(new).items():

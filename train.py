@@ -196,12 +196,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> float:
     n_processes = parallel.world()
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
-    for i in range(n_micro // n_processes):
+    n_each = n_micro // n_processes
+    for i in range(n_each):
         x, y, h_t = next(stream)
         h_s = []
         for s in students:
             # of models that draw random numbers, as for dropout
-            torch.manual_seed(hash((cfg.seed, step, parallel.rank(), i)))
+            torch.manual_seed(hash((cfg.seed, step, parallel.rank() * n_each + i)))
             h_s.append(s.model.hidden(x, cfg.recompute, s.dtype))
         heads = [s.model.head for s in students]  # `hidden` gathers a sharded head
         inputs = zip(h_s, heads, methods, strict=True)
@@ -216,8 +217,11 @@ def update(students, teacher, stream: Iterator, step, cfg) -> float:
             for key, value in sums.items():  # over the labels of these rows
                 s.sums[key] += value.double()
         n_valid += (y != IGNORE).sum()
-    if n_processes > 1:
-        for s in students:
+    for s in students:
+        for p in s.trained:
+            if p.grad is None and p.requires_grad:  # as of a layer that this process has skipped
+                p.grad = torch.zeros_like(p)
+        if n_processes > 1:
             parallel.sum_gradients(s.trained)
 
     # one wait for the device, for all students
@@ -275,7 +279,7 @@ def loop(run, rows, val, teacher, students):
             log_terms(live, teacher, learning_rate(run.step - 1, cfg), run)
         if live and validation_is_due:
             log_validation(live, validate(live, teacher, val, cfg), val, run)
-        if live and run.save:
+        if live and (run.save or run.stop):
             save_checkpoints(live, run)
         if run.step == run.first_step + 1:
             run.began = time.perf_counter()  # for the ETA: the first update may compile

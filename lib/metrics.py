@@ -79,8 +79,8 @@ def sums_by_part(
 
     A probability that is not a number makes CE, KL and ECE of its part NaN.
     """
-    _, head = students[0]
-    step = max(MIN_POSITIONS, N_LOGITS[head.device.type] // len(head))
+    _, first_head = students[0]
+    step = max(MIN_POSITIONS, N_LOGITS[first_head.device.type] // len(first_head))
     sums = [{} for _ in students]
     for part_of, x, y, h_t in batches:
         labelled = (y != IGNORE).flatten().nonzero()[:, 0]  # indices; a GPU synchronises here

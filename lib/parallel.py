@@ -119,13 +119,9 @@ def check_agreement(**facts):
 def sum_gradients(parameters: Iterable[Tensor]):
     """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights.
 
-    Small ones are sent as one tensor, as each message takes time. One that a process lacks is 0.
+    Small ones are sent as one tensor, as each message takes time.
     """
-    summed = [p for p in parameters if p.requires_grad and not is_sharded(p)]
-    for p in summed:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    grads = [p.grad for p in summed]
+    grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
     small = [grad for grad in grads if grad.numel() < 1 << 20]
     large = [grad for grad in grads if grad.numel() >= 1 << 20]
     if not small:

@@ -85,7 +85,9 @@ def reached(*roots: object) -> dict[str, str]:
     waiting = [*roots]
     while waiting:
         value = waiting.pop()
-        waiting += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
+        # not `hasattr`, as some objects make an attribute of any name
+        found = [name for name in WRAPPED if inspect.getattr_static(value, name, None)]
+        waiting += [getattr(value, name) for name in found]
         if not isinstance(value, types.FunctionType | type) or not is_own(value):
             continue
         constants = []

@@ -450,7 +450,8 @@ def load_optimizer(optimizer, saved):
     parameters = []
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         parameters += group["params"]
-        if old.get("names", group["names"]) != group["names"]:  # an older version has none
+        # an older version has none
+        if old.setdefault("names", group["names"]) != group["names"]:
             raise ValueError("the optimizer had other parameters, or in another order")
         for key, value in old.pop("initial").items():
             if old[key] == value:

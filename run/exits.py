@@ -131,7 +131,7 @@ def exit_code(students, run) -> int:
     if run.stop and len(stopped) < len(students):
         reached += "; the same command resumes"
         code = TRY_AGAIN
-        why = max(parallel.all_gather(RECEIVED or [""]))[0]  # of any process
+        why = max(parallel.all_gather(RECEIVED or [""]))[0] or "run.stop was set"
     elif not stopped:
         reached += f"; next: python eval.py {shlex.quote(cfg.out_dir)} --tasks none"
     say(reached)

@@ -156,9 +156,9 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     chunks = [slice(i, min(i + chunk, batch.stop)) for i in first]
     given_of = compiled(given_over_batch, y.device.type) if compile else given_over_batch
     given = {head: [] for head in heads if "batch" in head.method.hyper}
-    if given:  # each of these has a teacher
+    if given:
         for here in chunks:
-            z_t = teacher.logits(here)
+            z_t = teacher and teacher.logits(here)
             for head, of_chunks in given.items():
                 z_s = head.logits(here)
                 of_chunks += given_of(head.method, z_s, z_t, y[here])
@@ -287,9 +287,11 @@ def evaluate_module(method, dtype, z_s, z_t, y, n, *parameters):
 
     called = method._replace(fn=objective)
     loss, sums, *gradients = evaluate(called, dtype, z_s, z_t, y, n, *parameters)
-    sums["state."] = n_valid = (y != IGNORE).sum().double()
+    n_valid = (y != IGNORE).sum().double()
+    if state:
+        sums["state."] = n_valid
     for key, value in state.items():
-        sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach() * n_valid, 0.0)
+        sums[f"state.{key}"] = torch.where(n_valid > 0, value.detach().double() * n_valid, 0.0)
     return loss, sums, *gradients
 
 

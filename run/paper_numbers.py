@@ -60,6 +60,6 @@ def paper_rows(student: str | None, split, tasks: list[str]) -> pd.DataFrame:
     """Return the paper's cells by method: tasks, named by their headings, and their average."""
     known = PAPER.query("size == @student and split == @split").set_index("method")
     rows = known.reindex(columns=[*tasks, "avg"])  # it has not scored a task of your own
-    if len(tasks) != N_TASKS[split]:  # else as the paper prints it
+    if len(tasks) != N_TASKS[split] or {*tasks} - {*PAPER}:  # else as the paper prints it
         rows["avg"] = rows[tasks].mean(axis=1, skipna=False)
     return rows.map("{:.2f}".format).replace("nan", "–")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def made_by(cfg, name) -> dict:
     for key, x in method._asdict().items():
         if not (key in KNOWN or callable(x) or x == method._field_defaults.get(key)):
             fields[key] = x
-    mean_of_teachers = "," in f"{cfg.teacher}" and OutputHead.logits
+    mean_of_teachers = method.has_teacher and "," in cfg.teacher and OutputHead.logits
     record = {
         "methods": name.partition("@")[0],
         **settings_of_run(cfg),
@@ -106,8 +107,9 @@ def order_hash(shuffle_seed: int | None, batch_rows: int, n_rows: int, end: int)
 
 
 def as_in_file(record: dict) -> dict:
-    """Return a record as JSON holds it: tuples become lists, infinite numbers words."""
-    return json.loads(json.dumps(record), parse_constant=str)
+    """Return a record as JSON holds it: tuples become lists, infinite numbers and objects words."""
+    text = json.dumps(record, default=lambda x: re.sub(" at 0x[0-9a-f]+", "", repr(x)))
+    return json.loads(text, parse_constant=str)
 
 
 def record_hash(record: dict | list) -> str:

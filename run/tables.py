@@ -19,7 +19,7 @@ from lib.source import edited
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.paper_numbers import NAMES, UPDATES, paper_rows
-from run.provenance import OLDER, record_changes, settings_of_run
+from run.provenance import OLDER, as_in_file, record_changes, settings_of_run
 from run.results import read_results, students_of
 
 # Keys of a student's record (`made_by`) in which the rows of a table may differ.
@@ -38,7 +38,7 @@ def check_comparable(results):
         run = x["run"]
         facts = {"step": run.get("step"), "init_sha256": run.get("init_sha256")}
         if "made_by" in run:  # a key that is newer than a record had its default
-            facts |= settings_of_run(Config()) | run["made_by"]
+            facts |= as_in_file(settings_of_run(Config())) | run["made_by"]
         facts |= {f"scored {key}": value for key, value in x["scored"].items()}
         if x["kind"] in SUITES:
             for task, scores in x["values"].items():

@@ -1,7 +1,7 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content, the code that
-                                    makes inputs and hidden states, and the dtype
+DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content, the source of
+                                    rows and of `Qwen2`, and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
                                     followed by a uint64 for each row; ROWS is a hash of the same,
                                     the content of NAME.bin and `mask_documents`
@@ -37,7 +37,7 @@ from lib.source import reached
 from model import Qwen2
 from run.log import say
 from run.provenance import content_hash, record_hash
-from run.teacher import Teacher
+from run.teacher import Ensemble, Teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
 
@@ -119,7 +119,7 @@ def rows_of_run(cfg, rows, val) -> RowIndices:
     shuffle_seed = cfg.seed if cfg.shuffle else None
     steps = range(cfg.max_steps - rows.first_row_step)
     order = [row_order(step, cfg.batch_rows, rows.n, shuffle_seed) for step in steps]
-    return {rows: np.unique(order), val: np.arange(val.n)[: cfg.val_max_rows]}
+    return {rows: np.unique(np.array(order, int)), val: np.arange(val.n)[: cfg.val_max_rows]}
 
 
 def open_cached(
@@ -141,7 +141,8 @@ def open_cached(
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
-    facts["source"] = reached(Rows.read, Rows.batch, Teacher.hidden, Qwen2.hidden, Qwen2.layer)
+    own = (Rows.read, Rows.batch, Teacher.hidden, Ensemble.hidden, Qwen2.hidden, Qwen2.layer)
+    facts["source"] = reached(*own)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
     teacher = None

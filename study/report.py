@@ -64,8 +64,9 @@ def read(out) -> tuple:
             failed.append(f"{student}: {facts['why']}")
         else:
             students.append(facts | x)
-            if facts["step"] < plan["config"]["max_steps"]:  # ended by an edit
-                shorter.append(f"{student}: {facts['step']:,} updates")
+            end = facts["config"]["max_steps"]
+            if facts["step"] < end:  # by an edit
+                shorter.append(f"{student}: ended after {facts['step']:,} of {end:,} updates")
     if not students:
         raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
     return plan, students, [*others.values()], failed, shorter

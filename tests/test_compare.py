@@ -377,8 +377,12 @@ def test_what_cannot_be_made_is_in_the_report(argv, compared, tmp_path, monkeypa
     assert student["method"] == "pretrain"
     why = "- tad@x (seed 1): no result; see what its runs have printed"
     assert failed == [why]
-    world.edit(tmp_path / "plan.json", "config.max_steps=99")
-    assert reports.read(tmp_path)[-1] == [f"- pretrain (seed 1): {student['step']} updates"]
+    facts = record.read_students(tmp_path)
+    for x in facts:
+        x["config"]["max_steps"] = 99
+    record.write_students(tmp_path, facts)
+    shorter = f"- pretrain (seed 1): ended after {student['step']} of 99 updates"
+    assert reports.read(tmp_path)[-1] == [shorter]
     text, trials = (tmp_path / "README.md").read_text().split("## Trials")
     assert "| tad@x |" not in text and why in text
     assert "| tad@x | stopped |" in trials

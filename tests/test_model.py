@@ -379,7 +379,7 @@ def test_the_reference_logits_are_those_of_transformers(tmp_path):
     decoder.load_state_dict(weights)
     decoder.save_pretrained(tmp_path / "m")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    z = theirs(torch.arange(1024)[None] % 64).logits[0, -2:].amax(-1)
+    z = theirs(torch.arange(1024)[None] % 64).logits[0, -2:, 0]
     assert_close(z, torch.tensor(model_py.REFERENCE), rtol=1e-4, atol=0)
 
 

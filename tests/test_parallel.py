@@ -256,17 +256,6 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     assert end == {"code": 1, "step": None, "max_steps": 4, "why": f"UserError: {problem}"}
 
 
-def test_a_gradient_that_one_process_lacks_is_0_there(monkeypatch):
-    """As of a layer that it has skipped: what is sent has the same places on all processes."""
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    parameters[1].grad = torch.full((2,), 5.0)
-    parameters[2].requires_grad_(False)
-    sent = []
-    monkeypatch.setattr(parallel, "sum_in_place", sent.extend)
-    parallel.sum_gradients(parameters)
-    assert sent[0].tolist() == [0.0, 0.0, 5.0, 5.0] and parameters[2].grad is None
-
-
 def test_a_start_without_an_address_is_refused(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)

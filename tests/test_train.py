@@ -261,7 +261,24 @@ def test_a_run_that_the_loop_stops_can_be_resumed(tmp_path, monkeypatch, run):
     with monkeypatch.context() as patch:
         patch.setattr(train, "log_validation", stop)
         run(tmp_path, "--methods=pretrain", code=75)
+    assert_end(tmp_path, 75, 3, "run.stop was set")
+    assert steps_of(tmp_path / "pretrain")[-1] == 3
     run(tmp_path, "--methods=pretrain")
+
+
+def test_a_parameter_that_no_loss_reaches_has_the_gradient_0(tiny):
+    """So that processes which skip different layers add up the same gradients."""
+    cfg = config(tiny, UNUSED, methods="pretrain", chunk_positions=SEQ)
+    s = train.make_student("pretrain", cfg)
+    *_, unused, frozen = s.trained = [*s.trained, *(nn.Parameter(torch.ones(2)) for _ in "ab")]
+    frozen.requires_grad_(False)
+    seen = []
+    clip = train.clip_gradients
+    with mock.patch.object(
+        train, "clip_gradients", lambda p, n: seen.append(unused.grad) or clip(p, n)
+    ):
+        train.update([s], None, train.micro_batches(open_rows(tiny), None, [0], cfg), 0, cfg)
+    assert seen[0].tolist() == [0, 0] and frozen.grad is None
 
 
 @torch.no_grad()

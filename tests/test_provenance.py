@@ -11,6 +11,7 @@ import sys
 import typing
 import zipfile
 from collections import namedtuple
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def test_an_objective_is_known_by_all_that_it_reaches(project, edit):
     after = source.reached(project(*edit).mine)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     assert definition in changed if definition else not changed
+
+
+ANY = mock.MagicMock()
+
+
+def test_an_object_with_any_attribute_is_reached_once():
+    def objective():
+        return ANY.tau
+
+    assert len(source.reached(objective)) == 1
 
 
 def test_an_objective_reaches_files_of_lib_but_no_other_objective(tiny):

@@ -205,6 +205,32 @@ class Width(nn.Module):
         return self.scale * h_s[y != IGNORE].square().mean()
 
 
+def test_a_buffer_that_nothing_changes_keeps_its_bits(run, tmp_path, monkeypatch):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.linspace(0, 1, 999))
+
+        def forward(self, z_s, z_t, y):
+            return losses.reverse_kl(z_s, z_t, y)
+
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(()))
+
+        def forward(self, z_s, z_t, y):
+            return losses.reverse_kl(z_s * self.bias.exp(), z_t, y)
+
+    for name, objective in (("constant", Constant), ("learned", Learned)):
+        monkeypatch.setitem(losses.METHODS, name, losses.Method(objective))
+    run(tmp_path, "--methods=constant,learned")
+    extras = world.training(tmp_path / "constant/checkpoints/step_00000006")["extras"]
+    assert torch.equal(extras["objective.table"], torch.linspace(0, 1, 999))
+    for name in ("constant", "learned"):
+        assert not [key for key in records(tmp_path, name)[-2] if key.startswith("state")]
+
+
 def test_the_log_of_a_term_is_a_mean_over_labels(run, tmp_path, monkeypatch):
     """Rows have unequally many. A row of METHODS may set what the term is made with."""
     method = losses.METHODS["vanilla_kd"]._replace(hyper={"scale": 2.0}, term=Width)
@@ -449,6 +475,15 @@ def test_moments_are_refused_by_parameters_of_another_name(run, tmp_path, monkey
     monkeypatch.setattr(train, "make_student", reordered)
     with refusal("the optimizer had other parameters, or in another order"):
         run(tmp_path, "--methods=pretrain")
+    monkeypatch.undo()
+    file = tmp_path / "pretrain/checkpoints/step_00000003/training.pt"
+    saved = torch.load(file, weights_only=True)
+    for group in saved["optimizers"][0]["param_groups"]:  # as of an older version
+        del group["names"], group["initial"]["names"]
+    torch.save(saved, file)
+    monkeypatch.setattr(checkpoints, "check_files", lambda *_: None)
+    for n in (4, 6):
+        run(tmp_path, f"--methods=pretrain --max_steps={n}")
 
 
 def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():

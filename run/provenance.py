@@ -62,7 +62,7 @@ def made_by(cfg, name) -> dict:
     for key, x in method._asdict().items():
         if not (key in KNOWN or callable(x) or x == method._field_defaults.get(key)):
             fields[key] = x
-    mean_of_teachers = method.has_teacher and "," in cfg.teacher and OutputHead.logits
+    mean_of_teachers = method.has_teacher and "," in f"{cfg.teacher}" and OutputHead.logits
     record = {
         "methods": name.partition("@")[0],
         **settings_of_run(cfg),

@@ -184,31 +184,29 @@ def update(students, teacher, stream: Iterator, step, cfg) -> float:
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
     An update has `batch_rows` rows, divided over the processes. A process runs the models on
-    `micro_batch` rows at a time, and an objective sees `group` of these rows: the paper's forward
-    batch. The loss of a forward batch is the mean over its labels. The loss of an update is
-    the mean over all of its forward batches, so micro-batches and processes do not change it.
+    `micro_batch` rows at a time, and an objective sees `group` of these: the paper's forward batch.
+    Losses are means over its labels, then over all forward batches of the update, so micro-batches
+    and processes do not change them.
 
     From here to an objective: `head_losses` (run/methods.py) calls `HeadLoss.add` for one or more
     forward batches, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
     """
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
-    n_processes = parallel.world()
+    n_each = n_micro // parallel.world()
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
-    n_each = n_micro // n_processes
     for i in range(n_each):
         x, y, h_t = next(stream)
-        h_s = []
-        for s in students:
+        inputs = []
+        for s, method in zip(students, methods, strict=True):
             # of models that draw random numbers, as for dropout
             torch.manual_seed(hash((cfg.seed, step, parallel.rank() * n_each + i)))
-            h_s.append(s.model.hidden(x, cfg.recompute, s.dtype))
-        heads = [s.model.head for s in students]  # `hidden` gathers a sharded head
-        inputs = zip(h_s, heads, methods, strict=True)
+            h = s.model.hidden(x, cfg.recompute, s.dtype)
+            inputs.append((h, s.model.head, method))  # `hidden` gathers a sharded head
         # runs the heads forward and backward, with the logits of some positions at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
-        for s, h, (loss, sums) in zip(students, h_s, results, strict=True):
+        for s, (h, *_), (loss, sums) in zip(students, inputs, results, strict=True):
             if s.method.term:
                 loss = loss + term_of(s, h, h_t, y, cfg.group)
             # `head_losses` has computed the gradients of h_s and of the head already. Backward
@@ -221,12 +219,10 @@ def update(students, teacher, stream: Iterator, step, cfg) -> float:
         for p in s.trained:
             if p.grad is None and p.requires_grad:  # as of a layer that this process has skipped
                 p.grad = torch.zeros_like(p)
-        if n_processes > 1:
+        if n_each < n_micro:
             parallel.sum_gradients(s.trained)
-
-    # one wait for the device, for all students
     norms = [clip_gradients(s.trained, cfg.clip) for s in students]
-    *norms, n_valid = torch.stack([*norms, n_valid.float()]).tolist()
+    *norms, n_valid = torch.stack([*norms, n_valid.float()]).tolist()  # the one wait for the device
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm

@@ -34,11 +34,12 @@ def check_comparable(results):
     which must be equal for all methods. Steps and all that was scored must be equal.
     """
     seen = {}
+    defaults = as_in_file(settings_of_run(Config()))  # of keys that are newer than a record
     for x in results:
         run = x["run"]
         facts = {"step": run.get("step"), "init_sha256": run.get("init_sha256")}
-        if "made_by" in run:  # a key that is newer than a record had its default
-            facts |= as_in_file(settings_of_run(Config())) | run["made_by"]
+        if "made_by" in run:
+            facts |= defaults | run["made_by"]
         facts |= {f"scored {key}": value for key, value in x["scored"].items()}
         if x["kind"] in SUITES:
             for task, scores in x["values"].items():

@@ -159,6 +159,7 @@ def test_dtype_and_the_teachers_device_are_those_of_the_config(tiny):
 def test_labels_after_the_first_document_may_be_masked(tiny):
     x, y = first_rows(open_rows(tiny), 97)
     _, masked = first_rows(open_rows(tiny, mask_after_eos=True), 97)
+    assert (masked != IGNORE).sum() < (y != IGNORE).sum()
     assert torch.equal(masked, y.masked_fill(x == 0, IGNORE))
 
 
